@@ -1,0 +1,116 @@
+"""Sampler/trainer mismatch: what a token is worth when the engine's policy μ is not π_old.
+
+w = π_old / μ per token, or its geometric mean over the response. One statistic, one action and one
+rule for the denominator; which of the two policies to blame is left to the metrics.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from klamp.errors import ConfigError
+from klamp.objective.logratio import RATIO_LIMIT, excess, log_ratio, ratio
+from klamp.objective.metrics import Metric, count_of, max_of, mean_of
+from klamp.objective.moments import wide
+from klamp.objective.settings import require_choice, require_number
+from klamp.types import ALONE, Batch, PerToken, TokenMask, Workers
+
+
+class Corrected(NamedTuple):
+    """Weights of the policy term, which tokens the filter keeps, and what to watch."""
+
+    weights: PerToken
+    keep: TokenMask
+    metrics: dict[str, Metric]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """Truncate or mask by w = π_old/μ: TIS, IcePop, sequence masks.
+
+    ======== ======== =======================================================================
+    level    action
+    ======== ======== =======================================================================
+    token    truncate w clamped to [low, high] (truncated importance sampling)
+    token    mask     w where low ≤ w ≤ high, else 0 (IcePop)
+    sequence truncate the response's geometric mean of w, clamped to [low, high]
+    sequence mask     w clamped to [low, high] where the geometric mean lies in it, else 0
+    ======== ======== =======================================================================
+
+    Without ``Batch.sampler_logprobs`` sampler and trainer are the same, and every weight is 1.
+    """
+
+    level: str = "token"
+    action: str = "truncate"
+    low: float = 0.0
+    high: float = 2.0
+    cap: float | None = None
+    """No weight is larger than this, whatever the filter keeps."""
+    denominator: str = "fixed"
+    """``fixed``: a masked token keeps its place in the average; ``shrink``: it leaves the mask."""
+
+    def __post_init__(self) -> None:
+        require_choice(
+            self,
+            level=("token", "sequence"),
+            action=("truncate", "mask"),
+            denominator=("fixed", "shrink"),
+        )
+        require_number(self, "low", low=0.0)
+        require_number(self, "high", "cap", above=0.0)
+        if self.low >= self.high:
+            raise ConfigError(f"Correction needs low < high, got low={self.low} high={self.high}")
+        if self.action == "truncate" and self.denominator == "shrink":
+            raise ConfigError(
+                "Correction(action='truncate') masks nothing, so denominator='shrink' has nothing "
+                "to remove; use action='mask' or denominator='fixed'"
+            )
+
+    def __call__(self, batch: Batch, workers: Workers = ALONE) -> Corrected:
+        """Each token's weight, detached."""
+        mask = batch.mask
+        if batch.sampler_logprobs is None:
+            ones = torch.ones_like(mask, dtype=torch.float32)
+            return Corrected(ones, torch.ones_like(mask), {})
+        bounds = (-RATIO_LIMIT, RATIO_LIMIT)
+        log_w = log_ratio(batch.old_logprobs, batch.sampler_logprobs, mask, bounds=bounds).value
+        statistic = log_w
+        if self.level == "sequence":
+            length = mask.sum(dim=-1, keepdim=True).clamp(min=1)
+            statistic = (log_w.sum(dim=-1, keepdim=True) / length).expand_as(log_w)
+        w, s = ratio(log_w), ratio(statistic)
+        keep = (s >= self.low) & (s <= self.high)
+        if self.action == "truncate":
+            weights, keep = s.clamp(self.low, self.high), torch.ones_like(mask)
+        else:
+            weights = torch.where(keep, w.clamp(self.low, self.high), 0.0)
+        if self.cap is not None:
+            weights = weights.clamp(max=self.cap)
+        outside = (s < self.low) | (s > self.high)
+        return Corrected(weights, keep, self._watch(log_w, w, outside, mask, workers))
+
+    def _watch(
+        self, log_w: PerToken, w: PerToken, outside: TokenMask, mask: TokenMask, workers: Workers
+    ) -> dict[str, Metric]:
+        """Measured before the filter, so that the filter cannot hide what it is there for."""
+        # log w = log π_old − log μ under samples of μ, so excess(log w) is k3 of KL(μ ‖ π_old).
+        name = "truncated" if self.action == "truncate" else "masked"
+        removed = outside & mask if self.action == "mask" else torch.zeros_like(mask)
+        return {
+            "actor/sampler_kl": mean_of(excess(log_w), mask),
+            "actor/sampler_ratio_max": max_of(w, mask),
+            f"actor/sampler_{name}_frac": mean_of(outside, mask),
+            "actor/sampler_ess": effective_sample_size(w, mask, workers),
+            "signal/tokens_removed_by_correction": count_of(removed),
+        }
+
+
+def effective_sample_size(w: PerToken, mask: TokenMask, workers: Workers = ALONE) -> Metric:
+    """(∑w)² / (n ∑w²) over the active tokens of all workers: 1 when all weigh the same."""
+    x = torch.where(mask.to(wide(w).device), wide(w), 0.0)
+    n, first, second = workers.sum(
+        torch.stack([mask.sum().to(x), x.sum(), x.square().sum()])
+    ).unbind()
+    share = first.square() / (n * second).clamp(min=1e-300)
+    return Metric(share, torch.ones_like(share))

@@ -1,0 +1,247 @@
+"""The KL term: value × gradient × weighting × clamps × place × control, each its own setting.
+
+As a *loss* (autograd through the value), k1 has zero expected gradient, k3 a biased one, k2 that of
+one token's KL; and none of them knows that a token also changes the KL still to come. By
+enumeration (tests/objective/test_kl_enumeration.py) the gradient of the KL of a whole response is
+
+    ∇KL = E[ ∑ₜ cₜ ∇log πₜ ],   cₜ = sg( dₜ + ∑_{t'>t} k3ₜ' − bₜ ),   dₜ = log πₜ − log refₜ
+
+"k1 now, k3 to come": E[k3 | prefix] is the conditional KL, and bₜ, the mean of the siblings' sums,
+does not see its own sample. The bias of the usual losses is in Tang & Munos, arXiv 2506.09477; the
+off-policy case in Shah et al., arXiv 2512.21852.
+"""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from klamp.errors import ConfigError, DataError
+from klamp.objective.active import later, layout
+from klamp.objective.control import Control, FixedKL
+from klamp.objective.estimators import ESTIMATORS as ESTIMATORS
+from klamp.objective.estimators import OF_LOG_RATIO, value_bounds
+from klamp.objective.estimators import absolute as absolute
+from klamp.objective.estimators import k1 as k1
+from klamp.objective.estimators import k2 as k2
+from klamp.objective.estimators import k3 as k3
+from klamp.objective.estimators import k3_reversed as k3_reversed
+from klamp.objective.groups import leave_one_out_by_rank
+from klamp.objective.logratio import (
+    LARGEST,
+    NO_WEIGHTS,
+    Bounds,
+    LogRatio,
+    PrefixRatios,
+    log_ratio,
+    own_ratio,
+    prefix_ratios,
+    straight_through,
+    widen,
+)
+from klamp.objective.settings import require_choice, require_number
+from klamp.types import ALONE, Batch, PerToken, TokenMask, Workers
+
+CHOICES: dict[str, tuple[str | None, ...]] = {
+    "estimator": (*ESTIMATORS, "exact"),
+    "gradient": ("value", "token", "sequence"),
+    "weighting": (None, "importance"),
+    "clamp_gradient": ("zero", "pass"),
+    "where": ("loss", "reward"),
+    "watch": (None, *ESTIMATORS, "exact"),
+    "watch_reduction": ("sequence_sum", "token_mean", "sequence_mean"),
+}
+
+
+class KLTokens(NamedTuple):
+    """What the KL term makes of each token: 0 and False where masked."""
+
+    term: PerToken
+    clamped: TokenMask
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLTerm:
+    """How the KL to the reference is estimated, differentiated, clamped, placed and controlled."""
+
+    estimator: str = "k3"
+    """The reported value: k1, k2, k3, abs, k3_reversed, or exact (from ``exact_kl`` tensors)."""
+    gradient: str = "value"
+    """``value``: autograd through the estimator, as upstream does. ``token``: cₜ = dₜ, exact for
+    each token's conditional KL. ``sequence``: exact for the KL of the whole response."""
+    weighting: str | None = None
+    """``importance`` corrects for samples of the old policy: by the prefix product of ratios in
+    the token and sequence forms (detached); by the token's own ratio, with its gradient, in the
+    value form (open-instruct's fourth estimator, DeepSeek's corrected k3)."""
+    clamp_log_ratio: float | None = None
+    """d is clamped to ± this, before anything is made of it."""
+    clamp_value: float | None = None
+    """The estimator is clamped to ± this; done as the equivalent clamp of d, before the exp."""
+    clamp_gradient: str = "zero"
+    """``zero``: a clamped token has no gradient, as upstream. ``pass``: it has the derivative at
+    the clamp's edge; in the token and sequence forms, the clamped d as its coefficient."""
+    clamp_to_come: float | None = None
+    """Bounds ∑_{t'>t} k3ₜ' − bₜ of the sequence form."""
+    where: str = "loss"
+    """``loss``: a term of the loss. ``reward``: subtracted from the token rewards."""
+    control: Control = FixedKL(coef=0.05)
+    watch: str | None = None
+    """The estimator that the controller watches; None = ``estimator``."""
+    watch_reduction: str = "sequence_sum"
+    """``sequence_sum``: nats per sequence. ``token_mean``: per token. ``sequence_mean``: the mean
+    over sequences of their mean per token (what OpenRLHF and ROLL watch)."""
+    accept_length_bias: bool = False
+    """Allow ``gradient="sequence"`` with ``reduction="sequence_mean"``, which is another
+    objective: with a share that depends on the own length the baseline is biased."""
+    bounds: dict[str, Bounds] = field(init=False, repr=False, compare=False)
+    """For each estimator the interval of d in which neither clamp nor exp changes anything."""
+
+    def __post_init__(self) -> None:
+        if self.weighting == "none":  # as a YAML file spells it
+            object.__setattr__(self, "weighting", None)
+        require_choice(self, **CHOICES)
+        clamps = ("clamp_log_ratio", "clamp_value", "clamp_to_come")
+        require_number(self, *clamps, above=0.0, hint="None turns it off")
+        self._check_pairs()
+        object.__setattr__(self, "bounds", {e: self._bounds_of(e) for e in ESTIMATORS})
+
+    def _check_pairs(self) -> None:
+        if self.where == "reward" and (self.gradient != "value" or self.weighting is not None):
+            raise ConfigError(
+                f"KLTerm(where='reward') takes no gradient, got gradient={self.gradient!r} "
+                f"weighting={self.weighting!r}; leave both at their defaults or use where='loss'"
+            )
+        if self.estimator == "exact" and self.gradient == "value" and self.weighting:
+            raise ConfigError(
+                "KLTerm(estimator='exact', gradient='value') has no sampled token to weigh, got "
+                "weighting='importance'; use gradient='token' or 'sequence'"
+            )
+
+    def _bounds_of(self, estimator: str) -> Bounds:
+        low, high = value_bounds(estimator, self.clamp_value)
+        c = LARGEST if self.clamp_log_ratio is None else self.clamp_log_ratio
+        return max(low, -c), min(high, c)
+
+    @property
+    def watched(self) -> str:
+        """The estimator that the controller watches."""
+        return self.watch or self.estimator
+
+    def value(self, estimator: str, batch: Batch, mask: TokenMask) -> KLTokens:
+        """An estimator at the old policy, with this term's clamps."""
+        return self._value(estimator, batch.old_logprobs, batch, mask, batch.exact_kl)
+
+    def to_come(self, batch: Batch, workers: Workers = ALONE) -> PerToken | None:
+        """∑_{t'>t} k3ₜ' − bₜ at the old policy, aligned by active-token rank."""
+        if self.gradient != "sequence" or self.where != "loss":
+            return None
+        active = layout(batch.mask)
+        sums = active.compact(self._later_at_old(batch, batch.mask))
+        centred = sums - leave_one_out_by_rank(sums, batch.groups, workers)
+        # With importance weights the sum is made anew in the loss, and clamped there.
+        bounded = centred if self.weighting else self._bounded(centred)
+        return torch.where(batch.mask, active.expand(bounded), 0.0)
+
+    def __call__(
+        self,
+        logprobs: PerToken,
+        batch: Batch,
+        mask: TokenMask,
+        *,
+        to_come: PerToken | None = None,
+        exact_kl: PerToken | None = None,
+    ) -> KLTokens:
+        """The term of each token under the current policy: the value, with the chosen gradient."""
+        value, clamped = self._value(self.estimator, logprobs, batch, mask, exact_kl)
+        old = batch.old_logprobs
+        if self.gradient == "value":
+            weight = own_ratio(logprobs, old, mask) if self.weighting else 1.0
+            return KLTokens(value * weight, clamped)
+        weights = prefix_ratios(logprobs, old, mask) if self.weighting else NO_WEIGHTS
+        if self.estimator == "exact":  # its own gradient is already that of the token's KL
+            term, coef = weights.before * value, torch.zeros_like(value)
+        else:
+            d = self._log_ratio(self.estimator, logprobs, batch, mask).value
+            now = d if self.clamp_gradient == "pass" else torch.where(clamped, 0.0, d)
+            term, coef = (weights.through * value).detach(), weights.through * now
+        if self.gradient == "sequence":
+            coef = coef + self._to_come_now(to_come, weights, logprobs, batch, mask, exact_kl)
+        pull = coef.detach() * straight_through(torch.where(mask, widen(logprobs), 0.0))
+        return KLTokens(term + pull, clamped)
+
+    def _to_come_now(
+        self,
+        given: PerToken | None,
+        weights: PrefixRatios,
+        logprobs: PerToken,
+        batch: Batch,
+        mask: TokenMask,
+        exact_kl: PerToken | None,
+    ) -> PerToken:
+        """The given sums, or the current policy's; with weights, around the same baseline."""
+        if given is not None:
+            given = torch.where(mask, given, 0.0)
+        if given is not None and self.weighting is None:
+            return self._bounded(given)
+        ahead = self._ahead(logprobs, batch, mask, exact_kl)
+        sums = later(
+            ahead * (weights.before if self.estimator == "exact" else weights.through), mask
+        )
+        if given is not None:
+            baseline = self._later_at_old(batch, mask) - given
+            sums = sums - weights.through * baseline
+        return self._bounded(sums)
+
+    def _later_at_old(self, batch: Batch, mask: TokenMask) -> PerToken:
+        return later(self._ahead(batch.old_logprobs, batch, mask, batch.exact_kl), mask)
+
+    def _ahead(
+        self, logprobs: PerToken, batch: Batch, mask: TokenMask, exact_kl: PerToken | None
+    ) -> PerToken:
+        """What one token adds to the sums of those before it: k3, or the exact KL."""
+        estimator = "exact" if self.estimator == "exact" else "k3"
+        return self._value(estimator, logprobs.detach(), batch, mask, exact_kl).term.detach()
+
+    def _value(
+        self,
+        estimator: str,
+        logprobs: PerToken,
+        batch: Batch,
+        mask: TokenMask,
+        exact_kl: PerToken | None,
+    ) -> KLTokens:
+        if estimator == "exact":
+            return self._exact(exact_kl, mask)
+        d, clamped = self._log_ratio(estimator, logprobs, batch, mask)
+        return KLTokens(OF_LOG_RATIO[estimator](d), clamped)
+
+    def _log_ratio(
+        self, estimator: str, logprobs: PerToken, batch: Batch, mask: TokenMask
+    ) -> LogRatio:
+        if batch.ref_logprobs is None:
+            raise DataError(
+                "the objective has a KL term but Batch.ref_logprobs is None; give the "
+                "reference's log-probs, or use an Objective with kl=None"
+            )
+        return log_ratio(
+            logprobs,
+            batch.ref_logprobs,
+            mask,
+            bounds=self.bounds[estimator],
+            gradient=self.clamp_gradient,
+        )
+
+    def _exact(self, exact_kl: PerToken | None, mask: TokenMask) -> KLTokens:
+        if exact_kl is None:
+            raise DataError(
+                "KLTerm(estimator='exact') needs exact_kl, got None; give Batch.exact_kl to "
+                "prepare and exact_kl= to loss (klamp.objective.exact.exact_kl makes it)"
+            )
+        limit = LARGEST if self.clamp_value is None else self.clamp_value
+        zero = torch.zeros_like(exact_kl)
+        return KLTokens(
+            *log_ratio(exact_kl, zero, mask, bounds=(-limit, limit), gradient=self.clamp_gradient)
+        )
+
+    def _bounded(self, x: PerToken) -> PerToken:
+        return x if self.clamp_to_come is None else x.clamp(-self.clamp_to_come, self.clamp_to_come)

@@ -1,0 +1,113 @@
+"""The one place that exponentiates a difference of log-probs.
+
+Float32 or wider whatever comes in, masked positions replaced before the exp, clamped before the
+exp, and every clamp says which tokens it changed. ``inf · 0`` and NaN at a masked position can
+reach neither a value nor a gradient.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from klamp.types import PerToken, TokenMask
+
+EXP_LIMIT = 80.0
+"""e⁸⁰ ≈ 5.5e34: a sum of thousands of them is still a float32."""
+RATIO_LIMIT = 20.0
+"""What log π/π_old is clamped to in every surrogate: e²⁰ ≈ 4.9e8."""
+LARGEST = 1e15
+"""No log-prob or log-ratio counts for more; its square is still a float32."""
+
+Bounds = tuple[float, float]
+
+
+class LogRatio(NamedTuple):
+    """A clamped log-ratio and the active tokens that the clamp changed."""
+
+    value: PerToken
+    clamped: TokenMask
+
+
+def log_ratio(
+    numerator: PerToken,
+    denominator: PerToken,
+    mask: TokenMask | None = None,
+    *,
+    bounds: Bounds = (-LARGEST, LARGEST),
+    gradient: str = "zero",
+) -> LogRatio:
+    """clamp(log p − log q, bounds), 0 where masked.
+
+    ``gradient="zero"`` has no gradient where it was clamped; ``"pass"`` has 1 there, so that what
+    is computed from it keeps its derivative at the clamp's edge.
+    """
+    raw = widen(numerator) - widen(denominator)
+    if mask is not None:
+        raw = torch.where(mask, raw, 0.0)
+    low, high = bounds
+    value = raw.clamp(low, high)
+    clamped = (raw < low) | (raw > high)
+    if gradient == "pass":
+        value = value.detach() + straight_through(raw)
+    return LogRatio(value, clamped)
+
+
+def ratio(log_r: Tensor) -> Tensor:
+    """p / q = exp(log p − log q), bounded by e^±80."""
+    return log_r.clamp(-EXP_LIMIT, EXP_LIMIT).exp()
+
+
+def own_ratio(logprobs: PerToken, old_logprobs: PerToken, mask: TokenMask) -> PerToken:
+    """π / π_old of each token, its log clamped to ±20; 1 where masked."""
+    bounds = (-RATIO_LIMIT, RATIO_LIMIT)
+    return ratio(log_ratio(logprobs, old_logprobs, mask, bounds=bounds).value)
+
+
+class PrefixRatios(NamedTuple):
+    """∏_{s≤t} π/π_old and ∏_{s<t} π/π_old over the active tokens."""
+
+    through: Tensor | float
+    before: Tensor | float
+
+
+NO_WEIGHTS = PrefixRatios(1.0, 1.0)
+
+
+def prefix_ratios(logprobs: PerToken, old_logprobs: PerToken, mask: TokenMask) -> PrefixRatios:
+    """How much likelier the current policy makes each prefix, its log clamped to ±20; detached."""
+    step = log_ratio(logprobs.detach(), old_logprobs, mask).value
+    through = step.cumsum(dim=1)
+    bounded = [x.clamp(-RATIO_LIMIT, RATIO_LIMIT) for x in (through, through - step)]
+    return PrefixRatios(*map(ratio, bounded))
+
+
+def excess(log_r: Tensor) -> Tensor:
+    """eˣ − 1 − x: what exp adds to its tangent at 0; never negative, exact near 0."""
+    x = log_r.clamp(-LARGEST, EXP_LIMIT)
+    return torch.expm1(x) - x
+
+
+def straight_through(x: Tensor) -> Tensor:
+    """x − sg(x): worth 0, with the gradient of x."""
+    x = x.clamp(-LARGEST, LARGEST)
+    return x - x.detach()
+
+
+def widen(x: Tensor) -> Tensor:
+    """x in float32 or wider. The gradient comes back in x's own dtype, saturated, never inf."""
+    if x.dtype in (torch.float16, torch.bfloat16):
+        return _Widen.apply(x)
+    return x
+
+
+class _Widen(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.dtype = x.dtype
+        return x.float()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        limit = torch.finfo(ctx.dtype).max
+        return grads[0].clamp(-limit, limit).to(ctx.dtype)

@@ -1,0 +1,100 @@
+"""Count, mean and variance, exact over batches and workers.
+
+Two packed sums: counts and sums first, then squares of what is left after the mean is removed
+(never raw squares, which cancel). Sets are merged by Chan's update. All of it in float64.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from klamp.types import ALONE, Workers
+
+WITHOUT_FLOAT64 = ("mps",)
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Count, mean and sum of squared deviations of everything seen so far."""
+
+    count: float = 0.0
+    mean: float = 0.0
+    m2: float = 0.0
+
+    def merged(self, other: "Moments") -> "Moments":
+        """The moments of both sets together (Chan, Golub & LeVeque 1979)."""
+        count = self.count + other.count
+        if count == 0:
+            return self
+        delta = other.mean - self.mean
+        return Moments(
+            count=count,
+            mean=self.mean + delta * (other.count / count),
+            m2=self.m2 + other.m2 + delta**2 * (self.count * other.count / count),
+        )
+
+    def std(self, ddof: int = 1) -> float:
+        """The standard deviation; 0 where there are too few values to have one."""
+        return (self.m2 / (self.count - ddof)) ** 0.5 if self.count > ddof else 0.0
+
+
+@dataclass(frozen=True)
+class SegmentMoments:
+    """Moments of several sets at once: one entry per segment, in float64."""
+
+    count: Tensor
+    mean: Tensor
+    m2: Tensor
+
+    def std(self, ddof: int = 1) -> Tensor:
+        """√(m2 / (count − ddof)); 0 where there are too few values to have one."""
+        return (self.m2 / (self.count - ddof).clamp(min=1.0)).sqrt()
+
+    def flat(self) -> Tensor:
+        """True where all values are the same but for rounding, or there is at most one."""
+        return self.m2 <= self.count * (1e-12 * self.mean).square()
+
+    def each(self) -> list[Moments]:
+        """The same as plain values (one host sync)."""
+        rows = torch.stack([self.count, self.mean, self.m2], dim=1).tolist()
+        return [Moments(*row) for row in rows]
+
+
+def segment_moments(
+    x: Tensor, valid: Tensor, segment: Tensor, n: int, workers: Workers = ALONE
+) -> SegmentMoments:
+    """The moments of the valid x of each of n segments, over all workers."""
+    x = torch.where(valid, wide(x), 0.0)
+    ones = valid.to(x)
+    zeros = x.new_zeros(n, 2)
+    count, total = workers.sum(zeros.index_add(0, segment, torch.stack([ones, x], dim=1))).unbind(1)
+    mean = total / count.clamp(min=1.0)
+    centred = torch.where(valid, x - mean[segment], 0.0)
+    m2 = workers.sum(zeros[:, 0].index_add(0, segment, centred.square()))
+    return SegmentMoments(count, mean, m2)
+
+
+def moments(x: Tensor, valid: Tensor, workers: Workers = ALONE) -> SegmentMoments:
+    """The moments of all valid x over all workers, as one segment of 0-dim tensors."""
+    x = torch.where(valid, wide(x), 0.0)
+    count, total = workers.sum(torch.stack([valid.sum().to(x), x.sum()]))
+    mean = total / count.clamp(min=1.0)
+    m2 = workers.sum(torch.where(valid, x - mean, 0.0).square().sum())
+    return SegmentMoments(count, mean, m2)
+
+
+def plain(m: SegmentMoments) -> Moments:
+    """The one segment of ``moments`` as plain numbers (one host sync)."""
+    return Moments(*torch.stack([m.count, m.mean, m.m2]).tolist())
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in float64, on the CPU where its device has none."""
+    device = torch.device("cpu") if x.device.type in WITHOUT_FLOAT64 else x.device
+    return x.detach().to(device, torch.float64)
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """The widest float that x's own device has."""
+    return torch.float32 if x.device.type in WITHOUT_FLOAT64 else torch.float64

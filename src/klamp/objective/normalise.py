@@ -1,0 +1,189 @@
+"""Stages that centre and scale scores by statistics of the batch, the group or the whole run."""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from klamp.errors import ConfigError, DataError
+from klamp.objective.groups import group_moments, grouped, refuse_groups_of_one
+from klamp.objective.moments import Moments, SegmentMoments, moments, plain, segment_moments
+from klamp.objective.settings import require_choice, require_number
+from klamp.objective.stage import Staged
+from klamp.types import ALONE, Batch, PerSequence, Workers
+
+LEVELS = ("batch", "group", "running", None)
+MAX_DOMAINS = 4096
+
+Running = tuple[tuple[int, Moments], ...]
+"""Moments of every score so far, one entry per domain; domain 0 where the batch has none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormaliseScores:
+    """(score − mean) / (std + eps), mean and std each of the batch, the group, the run, or none.
+
+    ``running`` statistics include the batch they are applied to, and are kept per domain where the
+    batch has domains.
+    """
+
+    mean: str | None = "group"
+    std: str | None = "group"
+    eps: float = 1e-6
+    ddof: int = 1
+    no_spread: str = "zero"
+    """What scores of std 0 get: ``zero``, ``unscaled`` (score − mean), or ``divide`` (by eps)."""
+    group_of_one: str = "refuse"
+    """What a group of one gets from group statistics: ``refuse`` (an error), or ``zero``."""
+
+    def __post_init__(self) -> None:
+        require_choice(
+            self,
+            mean=LEVELS,
+            std=LEVELS,
+            ddof=(0, 1),
+            no_spread=("zero", "unscaled", "divide"),
+            group_of_one=("refuse", "zero"),
+        )
+        require_number(self, "eps", low=0.0)
+        if self.eps == 0 and self.no_spread == "divide":
+            raise ConfigError("NormaliseScores(no_spread='divide') needs eps > 0, got 0")
+
+    def init(self) -> Running:
+        """No score seen yet."""
+        return ()
+
+    def __call__(
+        self, scores: PerSequence, batch: Batch, memory: Running, workers: Workers = ALONE
+    ) -> Staged:
+        """Normalised scores, and the running moments that include this batch."""
+        levels = {level for level in (self.mean, self.std) if level is not None}
+        if "group" in levels and self.group_of_one == "refuse":
+            refuse_groups_of_one(
+                batch.groups, f"NormaliseScores(mean={self.mean!r}, std={self.std!r})"
+            )
+        if "running" in levels:
+            memory = updated(memory, scores, batch.domains, workers)
+        rows = {
+            level: self._rows(level, scores, batch, memory, workers) for level in sorted(levels)
+        }
+        if self.mean is not None:
+            by = rows[self.mean]
+            scores = torch.where(by.flat, 0.0 * scores, scores - by.mean)
+        if self.std is not None:
+            scores = self._scaled(scores, rows[self.std])
+        if "group" in levels:
+            groups = grouped(batch.groups)
+            scores = torch.where(groups.sizes[groups.of_row] < 2, 0.0 * scores, scores)
+        return Staged(scores, memory)
+
+    def _scaled(self, scores: PerSequence, by: "RowStatistics") -> PerSequence:
+        if self.no_spread == "divide":
+            return scores / (by.std + self.eps)
+        flat = scores if self.no_spread == "unscaled" else 0.0 * scores
+        return torch.where(by.flat, flat, scores / (by.std + self.eps).clamp(min=1e-300))
+
+    def _rows(
+        self, level: str, scores: PerSequence, batch: Batch, memory: Running, workers: Workers
+    ) -> "RowStatistics":
+        if level == "batch":
+            return row_statistics(moments(scores, ~scores.isnan(), workers), None, self.ddof)
+        if level == "group":
+            groups = grouped(batch.groups)
+            return row_statistics(group_moments(scores, groups), groups.of_row, self.ddof)
+        return running_statistics(memory, scores, batch.domains, self.ddof)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScaleScores:
+    """score / std, no mean removed: of all scores so far (``running``), or a ``reference`` (trlx).
+
+    The reference is ``std`` where given, else that of the first batch, over all workers. Without
+    spread there is no scale yet, and scores pass as they are.
+    """
+
+    by: str = "running"
+    std: float | None = None
+
+    def __post_init__(self) -> None:
+        require_choice(self, by=("running", "reference"))
+        require_number(self, "std", above=0.0)
+        if self.std is not None and self.by != "reference":
+            raise ConfigError(
+                f"ScaleScores.std goes with by='reference', got std={self.std} by={self.by!r}"
+            )
+
+    def init(self) -> Running:
+        """No score seen yet."""
+        return ()
+
+    def __call__(
+        self, scores: PerSequence, batch: Batch, memory: Running, workers: Workers = ALONE
+    ) -> Staged:
+        """Scaled scores, and the moments behind the scale."""
+        if self.std is not None:
+            return Staged(scores / self.std, memory)
+        if self.by == "running":
+            memory = updated(memory, scores, batch.domains, workers)
+            by = running_statistics(memory, scores, batch.domains, ddof=1)
+        else:
+            first = plain(moments(scores, ~scores.isnan(), workers))
+            memory = memory or ((0, first),)
+            by = running_statistics(memory, scores, None, ddof=1)
+        return Staged(torch.where(by.flat, scores, scores / by.std.clamp(min=1e-300)), memory)
+
+
+class RowStatistics(NamedTuple):
+    """The mean and std that apply to each row, and where there is no spread."""
+
+    mean: Tensor
+    std: Tensor
+    flat: Tensor
+
+
+def row_statistics(m: SegmentMoments, of_row: Tensor | None, ddof: int) -> RowStatistics:
+    """Statistics per segment, spread out to its rows (to all of them where there is one)."""
+    each = RowStatistics(m.mean, m.std(ddof), m.flat())
+    return each if of_row is None else RowStatistics(*(x[of_row] for x in each))
+
+
+def updated(
+    memory: Running, scores: PerSequence, domains: Tensor | None, workers: Workers
+) -> Running:
+    """The running moments after this batch, on all workers."""
+    segment = _segments(scores, domains)
+    largest = segment.max() if len(segment) else segment.new_tensor(0)
+    n = int(workers.max(largest)) + 1
+    seen = segment_moments(scores, ~scores.isnan(), segment, n, workers).each()
+    merged = dict(memory)
+    for domain, m in enumerate(seen):
+        if m.count:
+            merged[domain] = merged.get(domain, Moments()).merged(m)
+    return tuple(sorted(merged.items()))
+
+
+def running_statistics(
+    memory: Running, scores: PerSequence, domains: Tensor | None, ddof: int
+) -> RowStatistics:
+    """The running moments of each row's domain."""
+    segment = _segments(scores, domains)
+    known = dict(memory)
+    size = max(known, default=0) + 1
+    table = [known.get(d, Moments()) for d in range(size)]
+    rows = scores.new_tensor([[m.count, m.mean, m.m2] for m in table])
+    # A domain without any score yet has only missing ones here: its statistics are never used.
+    return row_statistics(SegmentMoments(*rows.unbind(1)), segment.clamp(max=size - 1), ddof)
+
+
+def _segments(scores: PerSequence, domains: Tensor | None) -> Tensor:
+    if domains is None:
+        return torch.zeros(len(scores), dtype=torch.long, device=scores.device)
+    wrong = (domains < 0) | (domains >= MAX_DOMAINS)
+    if wrong.any():
+        row = int(wrong.nonzero()[0])
+        raise DataError(
+            f"Batch.domains is {int(domains[row])} at row {row}; number the domains "
+            f"0, 1, 2, … below {MAX_DOMAINS}"
+        )
+    return domains.to(scores.device, torch.long)

@@ -1,0 +1,170 @@
+"""One objective: a value that says everything about how a batch becomes a gradient.
+
+    scores ─ stages ─▶ rewards ─▶ advantages ─▶ Targets ─ surrogate + KL + value ─▶ ∑ share · loss
+
+``prepare`` runs once per batch and is where state moves; ``shares`` once per optimizer step;
+``loss`` once per forward pass. Only the first two talk to other workers.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+
+from klamp.errors import ConfigError
+from klamp.objective import prepare as steps
+from klamp.objective import reduce
+from klamp.objective.advantages import Advantage
+from klamp.objective.catalogue import SETTINGS
+from klamp.objective.correction import Correction
+from klamp.objective.groups import Difficulty
+from klamp.objective.kl import KLTerm
+from klamp.objective.losses import ClippedSurrogate, Surrogate, ValueLoss
+from klamp.objective.settings import decoded, encoded, require_choice, require_number
+from klamp.objective.stage import ScoreStage
+from klamp.objective.state import ObjectiveState
+from klamp.objective.terms import check_shape, entropy_term, kl_term, policy_term, value_term
+from klamp.types import (
+    ALONE,
+    Batch,
+    LossOutput,
+    PerSequence,
+    PerToken,
+    Targets,
+    TokenMask,
+    Workers,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Objective:
+    """A complete, printable, comparable description of an objective."""
+
+    stages: tuple[ScoreStage, ...] = ()
+    """What happens to raw scores, in order."""
+    kl: KLTerm | None = None
+    """None: no KL is applied; it is still watched where the batch has reference log-probs."""
+    advantage: Advantage = Advantage()
+    difficulty: Difficulty | None = None
+    correction: Correction | None = None
+    surrogate: Surrogate = ClippedSurrogate()
+    value_loss: ValueLoss | None = None
+    entropy_coef: float | None = None
+    reduction: str = "token_mean"
+    constant: float | None = None
+    """The length that ``reduction="constant_mean"`` divides by."""
+    missing_scores: str = "drop"
+    """A NaN score: ``drop`` (out of the statistics, advantage 0, counted), or ``refuse``."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "stages", tuple(self.stages))
+        require_choice(self, reduction=tuple(reduce.REDUCTIONS), missing_scores=("drop", "refuse"))
+        require_number(self, "entropy_coef", hint="None turns it off")
+        require_number(self, "constant", above=0.0)
+        if (self.reduction == "constant_mean") != (self.constant is not None):
+            raise ConfigError(
+                f"Objective.constant goes with reduction='constant_mean', got constant="
+                f"{self.constant} reduction={self.reduction!r}; set both or neither"
+            )
+        for stage in self.stages:
+            if isinstance(stage, type) or not isinstance(stage, ScoreStage):
+                raise ConfigError(
+                    f"Objective.stages has {stage!r}, which is no stage; a stage has init() and "
+                    "is called with (scores, batch, memory, workers)"
+                )
+        self._check_sequence_gradient()
+
+    def _check_sequence_gradient(self) -> None:
+        kl = self.kl
+        if kl is None or kl.gradient != "sequence" or kl.accept_length_bias:
+            return
+        if self.reduction == "sequence_mean":
+            raise ConfigError(
+                "KLTerm(gradient='sequence') with reduction='sequence_mean' is not the gradient "
+                "of the KL: shares that depend on the own length bias it. Use token_mean, "
+                "sequence_sum or constant_mean, or set accept_length_bias=True"
+            )
+
+    def init(self) -> ObjectiveState:
+        """The state before the first batch."""
+        return ObjectiveState(
+            control=None if self.kl is None else self.kl.control.init(),
+            stages=tuple(stage.init() for stage in self.stages),
+        )
+
+    @torch.no_grad()
+    def prepare(
+        self, batch: Batch, state: ObjectiveState, workers: Workers = ALONE
+    ) -> tuple[Targets, ObjectiveState]:
+        """Turn what was observed into what to train towards, and move the controller by it."""
+        steps.require_active_token(batch, workers)
+        raw = steps.raw_scores(batch, self.missing_scores)
+        shaped = steps.run_stages(self.stages, raw, batch, state.stages, workers)
+        rows = steps.filter_rows(self.difficulty, raw, batch, workers)
+        kl = steps.observe(self.kl, batch, workers)
+        penalty = steps.reward_penalty(self.kl, kl, state)
+        gains = steps.estimate(self.advantage, shaped.scores, penalty, batch, rows.mask, workers)
+        tokens = steps.correct_tokens(self.correction, rows, batch, workers)
+        control, seen = steps.move_controller(self.kl, kl, batch, state, workers)
+        counted = {**shaped.metrics, **rows.metrics, **gains.metrics, **tokens.metrics}
+        targets = Targets(
+            mask=tokens.mask,
+            weights=rows.weights,
+            advantages=gains.advantages,
+            returns=gains.returns,
+            corrections=tokens.corrections,
+            kl_coef=state.kl_coef,
+            metrics=steps.report(counted, seen, workers),
+            kl_to_come=None if self.kl is None else self.kl.to_come(batch, workers),
+        )
+        return targets, ObjectiveState(control=control, stages=shaped.memories)
+
+    def shares(
+        self, mask: TokenMask, weights: PerSequence | None = None, workers: Workers = ALONE
+    ) -> PerToken:
+        """How much each token of an optimizer step contributes to its loss."""
+        return reduce.shares(
+            mask, weights, workers, reduction=self.reduction, constant=self.constant
+        )
+
+    def loss(
+        self,
+        logprobs: PerToken,
+        batch: Batch,
+        targets: Targets,
+        shares: PerToken,
+        values: PerToken | None = None,
+        entropy: PerToken | None = None,
+        exact_kl: PerToken | None = None,
+    ) -> LossOutput:
+        """∑ share · (policy + β·KL + value − entropy) on any part of a step. Parts add up."""
+        check_shape("logprobs", logprobs, batch)
+        check_shape("shares", shares, batch)
+        active = targets.mask & (shares > 0)
+        given = (batch, targets, active, shares)
+        terms = [policy_term(self.surrogate, logprobs, *given)]
+        if self.kl is not None and self.kl.where == "loss":
+            terms.append(kl_term(self.kl, logprobs, *given, exact_kl))
+        if self.entropy_coef is not None:
+            terms.append(entropy_term(self.entropy_coef, entropy, batch, active, shares))
+        if self.value_loss is not None:
+            terms.append(value_term(self.value_loss, values, *given))
+        loss = terms[0].loss
+        for term in terms[1:]:
+            loss = loss + term.loss
+        metrics = {name: m for term in terms for name, m in term.metrics.items()}
+        return LossOutput(loss=loss, metrics=metrics)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists, dicts, strings and numbers, each setting's class under ``type``."""
+        return encoded(self)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], extra: Iterable[type] = ()) -> Self:
+        """The inverse of ``to_dict``; ``extra`` names settings classes of your own."""
+        known = {**SETTINGS, cls.__name__: cls, **{c.__name__: c for c in extra}}
+        made = decoded({"type": cls.__name__, **data}, known)
+        if not isinstance(made, cls):
+            raise ConfigError(f"Objective.from_dict got a {type(made).__name__}")
+        return made

@@ -1,0 +1,131 @@
+"""The terms of the loss: each a sum of shares, with the numbers that explain it."""
+
+from typing import NamedTuple
+
+import torch
+
+from klamp.errors import DataError
+from klamp.objective.kl import KLTerm
+from klamp.objective.logratio import excess, log_ratio, widen
+from klamp.objective.losses import Surrogate, ValueLoss
+from klamp.objective.metrics import Metric, count_of, max_of, mean_of, min_of, total_of
+from klamp.objective.reduce import weighted_sum
+from klamp.types import Batch, PerToken, Scalar, Targets, TokenMask
+
+
+class Term(NamedTuple):
+    """What one term adds to the loss."""
+
+    loss: Scalar
+    metrics: dict[str, Metric]
+
+
+def policy_term(
+    surrogate: Surrogate,
+    logprobs: PerToken,
+    batch: Batch,
+    targets: Targets,
+    active: TokenMask,
+    shares: PerToken,
+) -> Term:
+    """∑ share · correction · surrogate."""
+    old = batch.old_logprobs
+    advantages = torch.where(active, targets.advantages, 0.0)
+    policy = surrogate(logprobs, old, advantages, active)
+    loss = weighted_sum(policy.loss * torch.where(active, targets.corrections, 0.0), shares)
+    clipped = policy.clipped_low | policy.clipped_high
+    # Samples are the old policy's, so excess(log π/π_old) is k3 of KL(π_old ‖ π).
+    moved = excess(log_ratio(logprobs.detach(), old, active).value)
+    return Term(
+        loss,
+        {
+            "actor/pg_loss": total_of(loss),
+            "actor/ratio_mean": mean_of(policy.ratio, active),
+            "actor/ratio_max": max_of(policy.ratio, active),
+            "actor/ratio_min": min_of(policy.ratio, active),
+            "actor/clip_frac": mean_of(clipped, active),
+            "actor/clip_frac_low": mean_of(policy.clipped_low, active),
+            "actor/clip_frac_high": mean_of(policy.clipped_high, active),
+            "actor/dual_clip_frac": mean_of(policy.dual_clipped, active),
+            "actor/ratio_clamp_frac": mean_of(policy.clamped, active),
+            "actor/old_kl": mean_of(moved, active),
+            "actor/nonfinite_tokens": count_of(active & ~logprobs.isfinite()),
+        },
+    )
+
+
+def kl_term(
+    kl: KLTerm,
+    logprobs: PerToken,
+    batch: Batch,
+    targets: Targets,
+    active: TokenMask,
+    shares: PerToken,
+    exact_kl: PerToken | None,
+) -> Term:
+    """β · ∑ share · KL."""
+    if exact_kl is not None:
+        check_shape("exact_kl", exact_kl, batch)
+    tokens = kl(logprobs, batch, active, to_come=targets.kl_to_come, exact_kl=exact_kl)
+    loss = targets.kl_coef * weighted_sum(tokens.term, shares)
+    return Term(
+        loss,
+        {
+            "actor/kl_loss": total_of(loss),
+            "actor/kl": mean_of(tokens.term, active),
+            "actor/kl_clamp_frac": mean_of(tokens.clamped, active),
+        },
+    )
+
+
+def entropy_term(
+    coef: float, entropy: PerToken | None, batch: Batch, active: TokenMask, shares: PerToken
+) -> Term:
+    """−coef · ∑ share · entropy."""
+    if entropy is None:
+        raise DataError(
+            f"Objective.entropy_coef is {coef} but loss got entropy=None; pass the policy's "
+            "entropy at each token, or set entropy_coef=None"
+        )
+    check_shape("entropy", entropy, batch)
+    x = torch.where(active, widen(entropy), 0.0)
+    loss = -coef * weighted_sum(x, shares)
+    return Term(loss, {"actor/entropy_loss": total_of(loss), "actor/entropy": mean_of(x, active)})
+
+
+def value_term(
+    value_loss: ValueLoss,
+    values: PerToken | None,
+    batch: Batch,
+    targets: Targets,
+    active: TokenMask,
+    shares: PerToken,
+) -> Term:
+    """∑ share · value loss, in float64: the square of a large error is no reason to overflow."""
+    if values is None or targets.returns is None:
+        missing = "values" if values is None else "targets.returns"
+        raise DataError(
+            f"Objective.value_loss needs values and returns but loss got {missing}=None; pass the "
+            "critic's values, or set value_loss=None"
+        )
+    check_shape("values", values, batch)
+    tokens = value_loss(values, batch.values, targets.returns, active)
+    loss = weighted_sum(tokens.loss, shares.to(tokens.loss))
+    return Term(
+        loss,
+        {
+            "critic/value_loss": total_of(loss),
+            "critic/values/mean": mean_of(values, active),
+            "critic/value_clip_frac": mean_of(tokens.clipped, active),
+            "critic/nonfinite_tokens": count_of(active & ~values.isfinite()),
+        },
+    )
+
+
+def check_shape(name: str, x: PerToken, batch: Batch) -> None:
+    """Everything given to the loss covers the same response positions."""
+    if x.shape != batch.mask.shape:
+        raise DataError(
+            f"loss got {name} with shape {list(x.shape)} but Batch.mask has "
+            f"{list(batch.mask.shape)}; both cover response positions only"
+        )
