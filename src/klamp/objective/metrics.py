@@ -8,11 +8,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from jaxtyping import Shaped
 from torch import Tensor
 
 from klamp.objective.moments import wide_dtype
-from klamp.types import ALONE, Scalar, Workers
+from klamp.types import ALONE, Workers
 
+Number = Shaped[Tensor, ""]
 MEAN, SUM, MAX, MIN = "mean", "sum", "max", "min"
 
 
@@ -20,8 +22,8 @@ MEAN, SUM, MAX, MIN = "mean", "sum", "max", "min"
 class Metric:
     """One number in parts. ``mean`` is sum / count; ``max`` and ``min`` keep the extreme in sum."""
 
-    sum: Scalar
-    count: Scalar
+    sum: Number
+    count: Number
     kind: str = MEAN
 
     def __float__(self) -> float:

@@ -8,7 +8,7 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import torch
 
@@ -161,7 +161,7 @@ class Objective:
         return encoded(self)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any], extra: Iterable[type] = ()) -> Self:
+    def from_dict(cls, data: Mapping[str, Any], extra: Iterable[type] = ()) -> "Objective":
         """The inverse of ``to_dict``; ``extra`` names settings classes of your own."""
         known = {**SETTINGS, cls.__name__: cls, **{c.__name__: c for c in extra}}
         made = decoded({"type": cls.__name__, **data}, known)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 from klamp.errors import ConfigError
 from klamp.objective.control import ControlState
@@ -27,7 +27,7 @@ class ObjectiveState:
         return encoded(self)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> Self:
+    def from_dict(cls, data: Mapping[str, Any]) -> "ObjectiveState":
         """The inverse of ``to_dict``."""
         made = decoded(data, {c.__name__: c for c in (cls, ControlState, Moments)})
         if not isinstance(made, cls):

@@ -5,6 +5,7 @@ Citations name files under ``openrlhf/``. Where upstream averages the KL per tok
 loss per sample (gspo), this preset averages both per sample.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +52,7 @@ def objective(
     gamma: float = 1.0,
     lambd: float = 1.0,
     eps_clip: float = 0.2,
-    eps_clip_low_high: tuple[float, float] | None = None,
+    eps_clip_low_high: Sequence[float] | None = None,
     dual_clip: float | None = None,
     policy_loss_type: str = "ppo",
     value_clip: float | None = 0.5,
@@ -60,14 +61,14 @@ def objective(
     kl_target: float | None = None,
     kl_horizon: float = 10_000,
     kl_use_loss: bool = False,
-    reward_clip_range: tuple[float, float] | None = (-10.0, 10.0),
+    reward_clip_range: Sequence[float] | None = (-10.0, 10.0),
     max_new_tokens: int = 1024,
     overlong_buffer_len: int | None = None,
     overlong_penalty_factor: float = 1.0,
     stop_properly_penalty_coef: float | None = None,
     is_correction_enable: bool = False,
     is_correction_type: str = "tis",
-    is_correction_threshold: tuple[float, float] = (0.5, 5.0),
+    is_correction_threshold: Sequence[float] = (0.5, 5.0),
     no_std_norm: bool = False,
     entropy_coef: float | None = None,
 ) -> Objective:
@@ -125,7 +126,7 @@ def objective(
     )
 
 
-def _correction(kind: str, bounds: tuple[float, float]) -> Correction:
+def _correction(kind: str, bounds: Sequence[float]) -> Correction:
     """models/loss.py; the weights of seq-mask-tis are clamped, as upstream's comment says."""
     forms = {
         "tis": ("token", "truncate"),
@@ -150,7 +151,7 @@ def compute_reward(
     kl_coef: float,
     kl: PerToken,
     action_mask: Tensor | None = None,
-    reward_clip_range: tuple[float, float] | None = None,
+    reward_clip_range: Sequence[float] | None = None,
 ) -> PerToken:
     """−β·kl at every token, plus the clipped score at the last action."""
     scores = torch.as_tensor(r, dtype=kl.dtype, device=kl.device).expand(len(kl))

@@ -27,8 +27,8 @@ REDUCTIONS = {  # utils/functionals.py agg_loss
 
 
 def compute_approx_kl(
-    log_probs: Float[Tensor, "B T *V"],
-    log_probs_base: Float[Tensor, "B T *V"],
+    log_probs: Float[Tensor, "B T ..."],
+    log_probs_base: Float[Tensor, "B T ..."],
     action_mask: Tensor | None = None,
     kl_penalty: str = "kl",
 ) -> PerToken:
