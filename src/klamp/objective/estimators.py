@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from klamp.objective.logratio import EXP_LIMIT, LARGEST, Bounds, excess, log_ratio
+from klamp.objective.logratio import EXCESS_LIMIT, LARGEST, Bounds, excess, log_ratio
 from klamp.types import PerToken
 
 OF_LOG_RATIO: dict[str, Callable[[Tensor], Tensor]] = {
@@ -72,14 +72,14 @@ def value_bounds(estimator: str, clamp: float | None) -> Bounds:
     same numbers and the same gradient, with nothing to overflow in between.
     """
     if clamp is None:
-        low = -EXP_LIMIT if estimator == "k3" else -LARGEST
-        high = EXP_LIMIT if estimator == "k3_reversed" else LARGEST
+        low = -EXCESS_LIMIT if estimator == "k3" else -LARGEST
+        high = EXCESS_LIMIT if estimator == "k3_reversed" else LARGEST
         return low, high
     if estimator in ("k1", "abs"):
         return -clamp, clamp
     if estimator == "k2":
         return -math.sqrt(2 * clamp), math.sqrt(2 * clamp)
-    steep = _root(lambda x: math.expm1(x) - x, clamp, EXP_LIMIT)
+    steep = _root(lambda x: math.expm1(x) - x, clamp, EXCESS_LIMIT)
     flat = _root(lambda x: math.expm1(-x) + x, clamp, clamp + 1.0)
     return (-steep, flat) if estimator == "k3" else (-flat, steep)
 

@@ -14,6 +14,8 @@ from klamp.types import PerToken, TokenMask
 
 EXP_LIMIT = 80.0
 """e⁸⁰ ≈ 5.5e34: a sum of thousands of them is still a float32."""
+EXCESS_LIMIT = 60.0
+"""e⁶⁰ times an importance weight of e²⁰ is no more than that."""
 RATIO_LIMIT = 20.0
 """What log π/π_old is clamped to in every surrogate: e²⁰ ≈ 4.9e8."""
 LARGEST = 1e15
@@ -82,9 +84,9 @@ def prefix_ratios(logprobs: PerToken, old_logprobs: PerToken, mask: TokenMask) -
     return PrefixRatios(*map(ratio, bounded))
 
 
-def excess(log_r: Tensor) -> Tensor:
+def excess(log_r: Tensor, limit: float = EXCESS_LIMIT) -> Tensor:
     """eˣ − 1 − x: what exp adds to its tangent at 0; never negative, exact near 0."""
-    x = log_r.clamp(-LARGEST, EXP_LIMIT)
+    x = log_r.clamp(-LARGEST, limit)
     return torch.expm1(x) - x
 
 

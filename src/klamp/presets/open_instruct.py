@@ -14,7 +14,7 @@ from klamp.objective.control import FixedKL
 from klamp.objective.correction import Correction
 from klamp.objective.estimators import OF_LOG_RATIO
 from klamp.objective.kl import KLTerm
-from klamp.objective.logratio import log_ratio, ratio
+from klamp.objective.logratio import EXP_LIMIT, RATIO_LIMIT, log_ratio, ratio
 from klamp.objective.losses import CISPO, ClippedSurrogate, Surrogate
 from klamp.objective.objective import Objective
 from klamp.objective.rewards import NormaliseScores
@@ -82,9 +82,9 @@ def _normalise(kind: str) -> NormaliseScores:
     )
 
 
-def _surrogate(loss_fn: str, low: float, high: float) -> Surrogate:
+def _surrogate(loss_fn: str, low: float, high: float, clamp: float = RATIO_LIMIT) -> Surrogate:
     if loss_fn == "dapo":
-        return ClippedSurrogate(low=low, high=high)
+        return ClippedSurrogate(low=low, high=high, clamp_log_ratio=clamp)
     if loss_fn == "cispo":
         return CISPO(low=None, high=high)
     raise ConfigError(f"loss_fn must be dapo or cispo, got {loss_fn!r}")
@@ -118,7 +118,8 @@ def grpo_loss(
 ) -> tuple[PerToken, PerToken, PerToken]:
     """(policy loss, 1 where clipped, KL) of each token (grpo_utils.py)."""
     everywhere = torch.ones_like(logprobs, dtype=torch.bool)
-    surrogate = _surrogate(loss_fn, clip_lower, clip_higher)
+    # As far as float32 goes: upstream has no clamp here.
+    surrogate = _surrogate(loss_fn, clip_lower, clip_higher, clamp=EXP_LIMIT)
     policy = surrogate(logprobs, old_logprobs, advantages, everywhere)
     diff = log_ratio(logprobs, ref_logprobs, bounds=(-KL_CLAMP, KL_CLAMP)).value
     kl = estimate_kl(diff, ratio(log_ratio(logprobs, old_logprobs).value))[kl_estimator]

@@ -11,9 +11,8 @@ from torch import Tensor
 from klamp.errors import ConfigError
 from klamp.objective.advantages import GAE, Advantage, Whiten, gae
 from klamp.objective.control import controller
-from klamp.objective.estimators import OF_LOG_RATIO
 from klamp.objective.kl import KLTerm
-from klamp.objective.logratio import excess, log_ratio
+from klamp.objective.logratio import EXP_LIMIT, excess, log_ratio
 from klamp.objective.losses import ClippedSurrogate, ValueLoss
 from klamp.objective.objective import Objective
 from klamp.objective.reduce import shares, weighted_sum
@@ -74,7 +73,7 @@ def rollout_kl(
 ) -> tuple[PerToken, Scalar, Scalar]:
     """k3_reversed of each token, its mean over all cells, and its mean sum per row."""
     d = log_ratio(logprobs, ref_logprobs, attention_mask.bool()).value
-    kl = OF_LOG_RATIO["k3_reversed"](d)
+    kl = excess(d, limit=88.0)  # as far as float32 goes: upstream has no clamp
     return kl, kl.mean(), kl.sum(dim=1).mean()
 
 
@@ -108,7 +107,7 @@ def ppo_loss(
     """PPOConfig.loss: policy loss + vf_coef · value loss, and statistics."""
     active = mask.bool()
     share = shares(active)
-    surrogate = ClippedSurrogate(low=cliprange, high=cliprange)
+    surrogate = ClippedSurrogate(low=cliprange, high=cliprange, clamp_log_ratio=EXP_LIMIT)
     policy = surrogate(logprobs, old_logprobs, advantages, active)
     value = ValueLoss(clip=cliprange_value)(values, old_values, returns, active)
     pg_loss = weighted_sum(policy.loss, share)
