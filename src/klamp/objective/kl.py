@@ -152,6 +152,7 @@ class KLTerm:
         exact_kl: PerToken | None = None,
     ) -> KLTokens:
         """The term of each token under the current policy: the value, with the chosen gradient."""
+        logprobs = widen(logprobs)
         value, clamped = self._value(self.estimator, logprobs, batch, mask, exact_kl)
         old = batch.old_logprobs
         if self.gradient == "value":
@@ -166,7 +167,7 @@ class KLTerm:
             term, coef = (weights.through * value).detach(), weights.through * now
         if self.gradient == "sequence":
             coef = coef + self._to_come_now(to_come, weights, logprobs, batch, mask, exact_kl)
-        pull = coef.detach() * straight_through(torch.where(mask, widen(logprobs), 0.0))
+        pull = coef.detach() * straight_through(torch.where(mask, logprobs, 0.0))
         return KLTokens(term + pull, clamped)
 
     def _to_come_now(

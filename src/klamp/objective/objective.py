@@ -20,6 +20,7 @@ from klamp.objective.catalogue import SETTINGS
 from klamp.objective.correction import Correction
 from klamp.objective.groups import Difficulty
 from klamp.objective.kl import KLTerm
+from klamp.objective.logratio import widen
 from klamp.objective.losses import ClippedSurrogate, Surrogate, ValueLoss
 from klamp.objective.settings import decoded, encoded, require_choice, require_number
 from klamp.objective.stage import ScoreStage
@@ -141,6 +142,7 @@ class Objective:
         """∑ share · (policy + β·KL + value − entropy) on any part of a step. Parts add up."""
         check_shape("logprobs", logprobs, batch)
         check_shape("shares", shares, batch)
+        logprobs = widen(logprobs)  # once, so that gradients add up before they are narrowed
         active = targets.mask & (shares > 0)
         given = (batch, targets, active, shares)
         terms = [policy_term(self.surrogate, logprobs, *given)]

@@ -1,0 +1,74 @@
+"""Run by test_compile.py without shape checks, which torch.compile cannot trace."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import assert_close, make_batch
+from test_invariance import VARIANTS
+from torch._dynamo.utils import counters
+
+
+# torch.compile warns of what it does itself with an autograd.Function.
+pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch.compiler.reset()
+
+
+@pytest.mark.parametrize("objective", [v for v in VARIANTS if "token_mean" in v.id])
+def test_the_loss_is_one_graph(objective):
+    batch = make_batch(exact_kl=torch.rand(8, 6))
+    targets, _ = objective.prepare(batch, objective.init())
+    shares = objective.shares(targets.mask, targets.weights)
+
+    def loss_of(logprobs, values):
+        out = objective.loss(logprobs, batch, targets, shares, values=values)
+        return out.loss, {name: m.sum for name, m in out.metrics.items()}
+
+    compiled = torch.compile(loss_of, fullgraph=True, backend="aot_eager")
+    found, wanted = [], []
+    for function, results in ((loss_of, wanted), (compiled, found)):
+        logprobs = (batch.old_logprobs + 0.1).requires_grad_()
+        values = (batch.values + 0.1).requires_grad_()
+        loss, metrics = function(logprobs, values)
+        loss.backward()
+        results.extend([loss.detach(), logprobs.grad, metrics])
+    assert_close(found[:2], wanted[:2])
+    assert found[2].keys() == wanted[2].keys()
+    for name in wanted[2]:
+        assert_close(found[2][name], wanted[2][name], msg=name)
+
+
+def test_half_precision_compiles_too():
+    objective = VARIANTS[0].values[0]
+    batch = make_batch()
+    targets, _ = objective.prepare(batch, objective.init())
+    shares = objective.shares(targets.mask, targets.weights)
+    compiled = torch.compile(
+        lambda x: objective.loss(x, batch, targets, shares), fullgraph=True, backend="aot_eager"
+    )
+    logprobs = batch.old_logprobs.half().requires_grad_()
+    out = compiled(logprobs)
+    out.loss.backward()
+    assert out.loss.dtype == torch.float32
+    assert logprobs.grad.dtype == torch.float16
+    assert float(out.metrics["actor/ratio_mean"]) == pytest.approx(1.0, abs=1e-3)
+
+
+def test_a_moving_coefficient_does_not_compile_anew_each_batch():
+    objective = next(v.values[0] for v in VARIANTS if v.id == "klamp-token_mean")
+    batch = make_batch()
+    targets, _ = objective.prepare(batch, objective.init())
+    shares = objective.shares(targets.mask, targets.weights)
+    compiled = torch.compile(
+        lambda t: objective.loss(batch.old_logprobs, batch, t, shares).loss,
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    counters.clear()
+    for i in range(8):
+        compiled(replace(targets, kl_coef=0.05 + 0.01 * i))
+    assert counters["stats"]["unique_graphs"] <= 2
