@@ -101,7 +101,7 @@ def test_data_is_frozen():
 def test_what_stands_at_a_masked_position_does_not_matter(junk):
     mask = make_batch().mask
     dirty = torch.where(mask, torch.zeros(3, 3), junk)
-    make_batch(**{name: dirty for name in PER_TOKEN})
+    make_batch(**dict.fromkeys(PER_TOKEN, dirty))
     make_targets(advantages=dirty, returns=dirty, corrections=dirty, kl_to_come=dirty)
 
 

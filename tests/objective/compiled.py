@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import assert_close, make_batch
 from test_invariance import VARIANTS
 from torch._dynamo.utils import counters
 
+from helpers import assert_close, make_batch
 
 # torch.compile warns of what it does itself with an autograd.Function.
 pytestmark = pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")

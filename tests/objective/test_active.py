@@ -1,7 +1,7 @@
 import pytest
 import torch
-from helpers import assert_close, prefix_mask, tensor
 
+from helpers import assert_close, prefix_mask, tensor
 from klamp.objective.active import later, layout, place_on_last
 
 HOLES = torch.tensor([[0, 1, 0, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 1]]).bool()

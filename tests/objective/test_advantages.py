@@ -2,11 +2,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import assert_close, prefix_mask, tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_moments import together
 
+from helpers import assert_close, prefix_mask, tensor
 from klamp.errors import ConfigError, DataError
 from klamp.objective.advantages import GAE, Advantage, Returns, Whiten, gae, returns_to_go
 
@@ -47,7 +47,9 @@ def test_gae_by_hand():
     assert_close(returns, tensor([2.875, 3.5, 4.0]))
 
 
-@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (1.0, 1.0), (0.9, 0.0), (0, 1)])
+@pytest.mark.parametrize(
+    ("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (1.0, 1.0), (0.9, 0.0), (0, 1)]
+)
 @pytest.mark.parametrize("width", [5, 32, 70])
 def test_both_equal_the_loop_on_active_tokens_with_holes(width, gamma, lam):
     rewards, values = torch.randn(2, 6, width, dtype=torch.float64)
@@ -69,7 +71,10 @@ def test_inserting_masked_tokens_changes_nothing(junk):
     for plain, spread in (
         (gae(rewards, values, on), gae(*inserted, wide)),
         ((returns_to_go(rewards, on),), (returns_to_go(inserted[0], wide),)),
-        (Advantage(clip=1.0)(rewards, None, on)[:2], Advantage(clip=1.0)(inserted[0], None, wide)[:2]),
+        (
+            Advantage(clip=1.0)(rewards, None, on)[:2],
+            Advantage(clip=1.0)(inserted[0], None, wide)[:2],
+        ),
     ):
         for a, b in zip(plain, spread, strict=True):
             assert_close(b[wide].view(4, 3), a)
@@ -81,7 +86,9 @@ def test_rows_are_cut_into_chunks_without_a_seam(monkeypatch):
     mask[:3] = True
     whole = (*gae(rewards, values, mask), returns_to_go(rewards, mask))
     monkeypatch.setattr("klamp.objective.scan.CHUNK_TOKENS", 80)
-    for a, b in zip((*gae(rewards, values, mask), returns_to_go(rewards, mask)), whole, strict=True):
+    for a, b in zip(
+        (*gae(rewards, values, mask), returns_to_go(rewards, mask)), whole, strict=True
+    ):
         assert_close(a, b)
 
 
@@ -196,7 +203,11 @@ def test_rewards_of_any_size_give_bounded_advantages(estimator, size):
     rewards[1] = -size
     mask = torch.ones(2, 512, dtype=torch.bool)
     plain = Advantage(estimator=estimator)
-    for setting in (plain, replace(plain, whiten=Whiten()), replace(plain, whiten_rewards=Whiten())):
+    for setting in (
+        plain,
+        replace(plain, whiten=Whiten()),
+        replace(plain, whiten_rewards=Whiten()),
+    ):
         found = setting(rewards, rewards, mask)
         assert found.returns.isfinite().all()
         assert found.advantages.abs().max() <= 1e20

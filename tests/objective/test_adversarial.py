@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from adversarial import batches
-from helpers import make_batch
 from hypothesis import HealthCheck, given, settings
 
+from helpers import make_batch
 from klamp import presets
 from klamp.objective.advantages import Advantage, Returns, Whiten
 from klamp.objective.control import AdaptiveKL, PIControl
@@ -122,8 +122,11 @@ def test_finite_on_ten_thousand_adversarial_batches(name):
 def test_all_groups_filtered_out_gives_a_zero_loss_that_can_be_differentiated(name):
     objective = replace(OBJECTIVES[name], difficulty=presets.load("roll").difficulty)
     batch = replace(
-        make_batch(), scores=torch.ones(8), components=torch.ones(8, 2),
-        truncated=torch.zeros(8, dtype=torch.bool), exact_kl=torch.rand(8, 6)
+        make_batch(),
+        scores=torch.ones(8),
+        components=torch.ones(8, 2),
+        truncated=torch.zeros(8, dtype=torch.bool),
+        exact_kl=torch.rand(8, 6),
     )
     targets, _ = objective.prepare(batch, objective.init())
     leaf = batch.old_logprobs.clone().requires_grad_()

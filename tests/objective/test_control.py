@@ -56,7 +56,9 @@ def test_an_adaptive_coefficient_stays_in_the_numbers():
 
 
 @pytest.mark.parametrize("kl", [NAN, INF, -INF])
-@pytest.mark.parametrize("control", [FixedKL(coef=0.1), ADAPTIVE, PI], ids=lambda c: type(c).__name__)
+@pytest.mark.parametrize(
+    "control", [FixedKL(coef=0.1), ADAPTIVE, PI], ids=lambda c: type(c).__name__
+)
 def test_a_kl_that_is_no_number_moves_nothing_and_is_counted(control, kl):
     before = after(control, 9.0)
     once = control.update(before, kl, 64)

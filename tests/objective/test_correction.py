@@ -2,9 +2,9 @@ import math
 
 import pytest
 import torch
-from helpers import assert_close, make_batch, prefix_mask, tensor
 from test_moments import together
 
+from helpers import assert_close, make_batch, prefix_mask, tensor
 from klamp.errors import ConfigError
 from klamp.objective.correction import Correction, effective_sample_size
 from klamp.objective.prepare import correct_tokens, filter_rows

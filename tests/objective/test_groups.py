@@ -2,9 +2,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers import assert_close, make_batch, prefix_mask, tensor
 from test_moments import together
 
+from helpers import assert_close, make_batch, prefix_mask, tensor
 from klamp.errors import ConfigError, DataError
 from klamp.objective.groups import (
     Difficulty,
@@ -97,8 +97,18 @@ def test_difficulty_keeps_means_strictly_between_its_bounds():
 
 def test_one_bound_may_be_off():
     scores, groups = [0.0, 0.0, 1.0, 1.0], [0, 0, 1, 1]
-    assert filtered(Difficulty(low=None), scores, groups).keep.tolist() == [True, True, False, False]
-    assert filtered(Difficulty(high=None), scores, groups).keep.tolist() == [False, False, True, True]
+    assert filtered(Difficulty(low=None), scores, groups).keep.tolist() == [
+        True,
+        True,
+        False,
+        False,
+    ]
+    assert filtered(Difficulty(high=None), scores, groups).keep.tolist() == [
+        False,
+        False,
+        True,
+        True,
+    ]
     assert filtered(ALL, scores, groups).keep.all()
 
 
@@ -195,7 +205,9 @@ def test_a_filtered_row_leaves_the_mask_only_when_the_denominator_shrinks(denomi
     setting = Difficulty(weigh_difficulty=True, denominator=denominator, weights_on=weights_on)
     rows = filter_rows(setting, wide(batch.scores), batch, ALONE)
     keep = torch.tensor([True, True, False, False])
-    assert torch.equal(rows.mask, batch.mask & keep[:, None] if denominator == "shrink" else batch.mask)
+    assert torch.equal(
+        rows.mask, batch.mask & keep[:, None] if denominator == "shrink" else batch.mask
+    )
     # Means 0.75 and 1: 0.5 + 1.5 · (0.25 | 0) = 0.875 | 0.5, over their mean of 0.6875
     weight, ones = 0.875 / 0.6875, tensor(1.0, 1.0, 0.0, 0.0)
     on_loss = ones if weights_on == "policy" else weight * ones

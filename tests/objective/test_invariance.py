@@ -4,8 +4,8 @@ from dataclasses import fields, replace
 
 import pytest
 import torch
-from helpers import assert_close, loss_and_grads, make_batch
 
+from helpers import assert_close, loss_and_grads, make_batch
 from klamp import presets
 from klamp.objective.reduce import REDUCTIONS
 
@@ -91,7 +91,9 @@ def test_the_order_of_rows_does_not_matter(objective, data):
     batch, logprobs, values = data
     loss, grads, state, _ = whole(objective, batch, logprobs, values)
     order = torch.randperm(12)
-    found, shuffled, moved, _ = whole(objective, batch.select(order), logprobs[order], values[order])
+    found, shuffled, moved, _ = whole(
+        objective, batch.select(order), logprobs[order], values[order]
+    )
     same([found, *shuffled], [loss, *(g[order] for g in grads)])
     assert moved.kl_coef == pytest.approx(state.kl_coef, rel=1e-9)
 

@@ -146,7 +146,9 @@ def test_the_siblings_baseline_adds_no_bias(tables, estimator, weighting):
     logits, old, ref = tables
     old = old if weighting else logits.detach()
     n = len(SEQUENCES)
-    own, other = (x.flatten() for x in torch.meshgrid(torch.arange(n), torch.arange(n), indexing="ij"))
+    own, other = (
+        x.flatten() for x in torch.meshgrid(torch.arange(n), torch.arange(n), indexing="ij")
+    )
     batch = batch_of(old, ref, repeat=torch.stack([own, other], dim=1).flatten())
     batch = replace(batch, groups=torch.arange(2 * n * n) // 2)
     term = KLTerm(estimator=estimator, gradient="sequence", weighting=weighting)
@@ -198,4 +200,6 @@ def test_exact_kl_from_full_log_probs_is_the_enumerated_one():
     weights = torch.randn(4, LENGTH, dtype=torch.float64)
     by_hand = gradient((weights * wanted).sum(), logits)
     p = logits.log_softmax(-1)
-    assert (gradient((weights * exact_kl(p, q, chunk=5)).sum(), logits) - by_hand).abs().max() < 1e-12
+    assert (
+        gradient((weights * exact_kl(p, q, chunk=5)).sum(), logits) - by_hand
+    ).abs().max() < 1e-12

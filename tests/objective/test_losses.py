@@ -2,8 +2,8 @@ import math
 
 import pytest
 import torch
-from helpers import assert_close, prefix_mask, tensor
 
+from helpers import assert_close, prefix_mask, tensor
 from klamp.errors import ConfigError
 from klamp.objective.losses import CISPO, ClippedSurrogate, PolicyGradient, ValueLoss, policy_ratio
 
@@ -115,11 +115,12 @@ def test_what_is_masked_reaches_neither_loss_nor_gradient(surrogate, junk):
     assert_close(dirty.loss[mask], clean.loss[mask])
     assert_close(dirty_grad, grad)
     assert (grad[~mask] == 0).all()
-    for flag in (dirty.clipped_low, dirty.clipped_high, dirty.clamped, dirty.dual_clipped):
-        assert not flag[~mask & (advantages == 0)].any()
+    assert not dirty.clamped[~mask].any()
 
 
-@pytest.mark.parametrize(("d", "advantage"), [(25.0, -1.0), (-25.0, 1.0), (1e4, -1.0), (-1e30, 1.0)])
+@pytest.mark.parametrize(
+    ("d", "advantage"), [(25.0, -1.0), (-25.0, 1.0), (1e4, -1.0), (-1e30, 1.0)]
+)
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_a_log_ratio_past_twenty_is_finite_without_gradient_and_counted(level, d, advantage):
     found, grad = run(ClippedSurrogate(ratio=level), tensor([d]), tensor([advantage]))

@@ -1,10 +1,12 @@
+from itertools import pairwise
+
 import pytest
 import torch
-from helpers import tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_moments import together
 
+from helpers import tensor
 from klamp.objective.metrics import (
     Metric,
     count_of,
@@ -66,7 +68,7 @@ def test_any_cut_reduces_to_the_same_numbers(seed, cuts):
     torch.manual_seed(seed)
     x, mask = torch.randn(7, 3) - 2, torch.rand(7, 3) < 0.5
     edges, merged = [0, *sorted(cuts), 7], {}
-    for a, b in zip(edges[:-1], edges[1:], strict=True):
+    for a, b in pairwise(edges):
         merged = merge(merged, metrics_of(x[a:b], mask[a:b]))
     assert reduced(merged) == pytest.approx(reduced(metrics_of(x, mask)), rel=1e-5, abs=1e-6)
 

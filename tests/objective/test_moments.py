@@ -3,10 +3,10 @@ from threading import Barrier
 
 import pytest
 import torch
-from helpers import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from helpers import assert_close
 from klamp.objective.moments import Moments, moments, plain, segment_moments, wide
 
 NAN = float("nan")

@@ -4,9 +4,9 @@ from statistics import mean, pstdev, stdev
 
 import pytest
 import torch
-from helpers import assert_close, make_batch
 from test_moments import together
 
+from helpers import assert_close, make_batch
 from klamp.errors import ConfigError, DataError
 from klamp.objective.moments import Moments
 from klamp.objective.normalise import LEVELS, NormaliseScores, ScaleScores
@@ -200,7 +200,9 @@ def test_without_spread_there_is_no_scale_yet(by, flat):
 
 def test_scores_of_1e30_stay_finite():
     for level in ("batch", "group", "running"):
-        found, _ = run(NormaliseScores(mean=level, std=level), [1e30, -1e30, 1.0, 0.0], [0, 0, 1, 1])
+        found, _ = run(
+            NormaliseScores(mean=level, std=level), [1e30, -1e30, 1.0, 0.0], [0, 0, 1, 1]
+        )
         assert found.isfinite().all()
         assert found.abs().max() < 2
 

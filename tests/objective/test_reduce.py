@@ -1,10 +1,12 @@
+from itertools import pairwise
+
 import pytest
 import torch
-from helpers import assert_close, tensor
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_moments import together
 
+from helpers import assert_close, tensor
 from klamp.objective.reduce import REDUCTIONS, shares, weighted_sum
 
 NAN, INF = float("nan"), float("inf")
@@ -68,14 +70,17 @@ def test_padding_reaches_neither_loss_nor_gradient(reduction, junk):
 
 
 @settings(max_examples=30, deadline=None, derandomize=True)
-@given(st.integers(0, 2**20), st.sampled_from(list(REDUCTIONS)), st.lists(st.integers(1, 5), max_size=3))
+@given(
+    st.integers(0, 2**20),
+    st.sampled_from(list(REDUCTIONS)),
+    st.lists(st.integers(1, 5), max_size=3),
+)
 def test_parts_add_up_to_the_whole(seed, reduction, cuts):
     torch.manual_seed(seed)
     x, mask, weights = torch.randn(5, 4), torch.rand(5, 4) < 0.5, torch.rand(5)
     found = share(mask, reduction, weights=weights)
     edges = [0, *sorted(cuts), 5]
-    pairs = list(zip(edges[:-1], edges[1:], strict=True))
-    parts = sum(weighted_sum(x[a:b], found[a:b]) for a, b in pairs)
+    parts = sum(weighted_sum(x[a:b], found[a:b]) for a, b in pairwise(edges))
     assert_close(parts, weighted_sum(x, found))
 
 

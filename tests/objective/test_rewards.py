@@ -1,7 +1,7 @@
 import pytest
 import torch
-from helpers import assert_close, make_batch, prefix_mask
 
+from helpers import assert_close, make_batch, prefix_mask
 from klamp.errors import ConfigError, DataError
 from klamp.objective.rewards import (
     ClipScores,
@@ -94,7 +94,9 @@ def no_tokens(rows, width):
 )
 def test_the_truncation_penalty_by_hand(coef, expected):
     truncated = torch.tensor([True, True, True, False])
-    found, _, metrics = run(PenaliseTruncated(coef=coef), [2.0, -4.0, NAN, 6.0], truncated=truncated)
+    found, _, metrics = run(
+        PenaliseTruncated(coef=coef), [2.0, -4.0, NAN, 6.0], truncated=truncated
+    )
     assert_close(found, double(*expected), equal_nan=True)
     assert float(metrics["critic/truncated_frac"]) == 0.75
 
@@ -116,7 +118,9 @@ def test_components_normalised_first_weigh_the_same_whatever_their_scale():
     h = 0.5**0.5
     components = torch.tensor([[0.0, 100.0], [1.0, 0.0]])
     norm = NormaliseScores(eps=0.0)
-    first = run(CombineScores(weights=(1.0, 1.0), normalise=norm), [0.0, 0.0], components=components)
+    first = run(
+        CombineScores(weights=(1.0, 1.0), normalise=norm), [0.0, 0.0], components=components
+    )
     assert_close(first.scores, double(0.0, 0.0))  # −h + h, h − h
     batch = batch_of([0.0, 0.0], components=components)
     summed = CombineScores(weights=(1.0, 1.0))(double(0.0, 0.0), batch, (None, None))

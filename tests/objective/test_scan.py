@@ -1,7 +1,7 @@
 import pytest
 import torch
-from helpers import assert_close
 
+from helpers import assert_close
 from klamp.objective.scan import CHUNK_TOKENS, discounted_sums, powers, row_chunks
 
 

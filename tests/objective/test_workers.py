@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from helpers import loss_and_grads, make_batch
 from test_invariance import VARIANTS, same
+
+from helpers import loss_and_grads, make_batch
 
 ROWS, WIDTH, GROUP = 12, 7, 4
 
@@ -43,9 +44,7 @@ def run(objective, batch, logprobs, values, *workers):
 
 def work(rank, port, results):
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
-    )
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     batch, logprobs, values = data()
     rows = torch.arange(ROWS)[:8] if rank == 0 else torch.arange(ROWS)[8:]  # uneven on purpose
     # The second worker's rows are short: its tensors are narrower, as they would be.

@@ -168,5 +168,9 @@ def test_equal_to_upstream(case):
         assert got.shape == want.shape, name
         # The recorded calls are float32, so this is the accuracy they have themselves.
         torch.testing.assert_close(
-            got[finite].double(), want[finite].double(), rtol=1e-4, atol=1e-5, msg=lambda m: f"{name}: {m}"
+            got[finite].double(),
+            want[finite].double(),
+            rtol=1e-4,
+            atol=1e-5,
+            msg=lambda m: f"{name}: {m}",
         )

@@ -92,12 +92,13 @@ def run_stages(
         )
     batch = beside(batch, raw)
     scores, moved = raw, list[Any]()
-    metrics: dict[str, Metric] = {"critic/reward_clip_frac": mean_of(raw > raw, ~raw.isnan())}
+    metrics: dict[str, Metric] = {}
     for stage, memory in zip(stages, memories, strict=True):
         scores, memory, counted = stage(scores, batch, memory, workers)
         moved.append(memory)
         metrics = merge(metrics, counted)
-    return Shaped(scores, tuple(moved), {**metrics, **score_metrics(raw, scores)})
+    unclipped = {"critic/reward_clip_frac": mean_of(torch.zeros_like(raw), ~raw.isnan())}
+    return Shaped(scores, tuple(moved), {**unclipped, **metrics, **score_metrics(raw, scores)})
 
 
 def filter_rows(
