@@ -14,12 +14,11 @@ from klamp.types import PerSequence, PerToken, TokenMask
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the active tokens of a mask stand, and where they go when rows are compacted."""
+    """Which column each token goes to when its row's active tokens move to the front."""
 
     mask: TokenMask
-    source: Tensor | None
-    """Flat positions of the active tokens; None where every row has them all in front."""
-    target: Tensor | None
+    column: Tensor | None
+    """The rank among the active tokens, or the width where inactive; None: all are in front."""
     full: bool = False
     """Every token is active, so there is nothing to move or to zero."""
 
@@ -27,22 +26,16 @@ class Layout:
         """Each row's active values moved to its front, zeros after them. May be x itself."""
         if self.full:
             return x
-        if self.source is None or self.target is None:
+        if self.column is None:
             return torch.where(self.mask, x, 0.0)
-        active = x.flatten().index_select(0, self.source)
-        return x.new_zeros(x.numel()).index_copy_(0, self.target, active).view_as(x)
-
-    @property
-    def in_front(self) -> bool:
-        """Every row is some active tokens and then none: nothing has to move."""
-        return self.source is None
+        rows, width = x.shape
+        return x.new_zeros(rows, width + 1).scatter_(1, self.column, x)[:, :width].contiguous()
 
     def expand(self, x: PerToken) -> PerToken:
         """The inverse of ``compact``, for an x that is zero past a row's active tokens."""
-        if self.source is None or self.target is None:
+        if self.column is None:
             return x
-        active = x.flatten().index_select(0, self.target)
-        return x.new_zeros(x.numel()).index_copy_(0, self.source, active).view_as(x)
+        return torch.nn.functional.pad(x, (0, 1)).gather(1, self.column)
 
 
 def layout(mask: TokenMask) -> Layout:
@@ -51,14 +44,9 @@ def layout(mask: TokenMask) -> Layout:
     bytes_ = mask.view(torch.uint8)
     late = bytes_[:, 1:] > bytes_[:, :-1]  # an active token after an inactive one
     if not late.numel() or not int(late.view(torch.uint8).max()):
-        return Layout(mask, None, None, full=mask.numel() == 0 or bool(bytes_.min()))
-    width = mask.shape[1]
-    source = mask.flatten().nonzero().squeeze(1)
-    lengths = mask.sum(dim=1)
-    before = lengths.cumsum(0) - lengths
-    row = source // width
-    rank = torch.arange(len(source), device=mask.device) - before[row]
-    return Layout(mask, source, row * width + rank)
+        return Layout(mask, None, full=mask.numel() == 0 or bool(bytes_.min()))
+    rank = mask.cumsum(dim=1, dtype=torch.int32) - 1
+    return Layout(mask, torch.where(mask, rank, mask.shape[1]).long())
 
 
 def later(x: PerToken, mask: TokenMask) -> PerToken:

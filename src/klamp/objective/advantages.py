@@ -53,7 +53,7 @@ def gae(
         v = active.compact(values[rows])
         delta = active.compact(rewards[rows]) - v
         delta[:, :-1].add_(v[:, 1:], alpha=gamma)
-        if active.in_front:
+        if active.column is None:
             sums = discounted_sums(delta, gamma * lam, out=advantages[rows])
             torch.add(sums, v, out=returns[rows])
         else:

@@ -88,22 +88,28 @@ class Correction:
         if self.cap is not None:
             weights = weights.clamp(max=self.cap)
         outside = (s < self.low) | (s > self.high)
-        return Corrected(weights, keep, self._watch(log_w, w, outside, mask, workers))
-
-    def _watch(
-        self, log_w: PerToken, w: PerToken, outside: TokenMask, mask: TokenMask, workers: Workers
-    ) -> dict[str, Metric]:
-        """Measured before the filter, so that the filter cannot hide what it is there for."""
-        # log w = log π_old − log μ under samples of μ, so excess(log w) is k3 of KL(μ ‖ π_old).
         name = "truncated" if self.action == "truncate" else "masked"
-        removed = outside & mask if self.action == "mask" else torch.zeros_like(mask)
-        return {
-            "actor/sampler_kl": mean_of(excess(log_w), mask),
-            "actor/sampler_ratio_max": max_of(w, mask),
+        metrics = {
             f"actor/sampler_{name}_frac": mean_of(outside, mask),
-            "actor/sampler_ess": effective_sample_size(w, mask, workers),
-            "signal/tokens_removed_by_correction": count_of(removed),
+            "signal/tokens_removed_by_correction": count_of(mask & ~keep),
         }
+        return Corrected(weights, keep, {**mismatch(batch, workers), **metrics})
+
+
+def mismatch(batch: Batch, workers: Workers = ALONE) -> dict[str, Metric]:
+    """How far the sampler is from the trainer, measured before any filter can hide it."""
+    if batch.sampler_logprobs is None:
+        return {}
+    bounds = (-RATIO_LIMIT, RATIO_LIMIT)
+    mask = batch.mask
+    log_w = log_ratio(batch.old_logprobs, batch.sampler_logprobs, mask, bounds=bounds).value
+    w = ratio(log_w)
+    return {
+        # Samples are the sampler's, so excess(log π_old/μ) is k3 of KL(μ ‖ π_old).
+        "actor/sampler_kl": mean_of(excess(log_w), mask),
+        "actor/sampler_ratio_max": max_of(w, mask),
+        "actor/sampler_ess": effective_sample_size(w, mask, workers),
+    }
 
 
 def effective_sample_size(w: PerToken, mask: TokenMask, workers: Workers = ALONE) -> Metric:

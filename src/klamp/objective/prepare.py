@@ -10,7 +10,7 @@ from klamp.errors import DataError
 from klamp.objective.active import place_on_last
 from klamp.objective.advantages import Advantage, AdvantageOutput
 from klamp.objective.control import ControlState, FixedKL
-from klamp.objective.correction import Correction
+from klamp.objective.correction import Correction, mismatch
 from klamp.objective.groups import Difficulty, signal_report
 from klamp.objective.kl import KLTerm
 from klamp.objective.metrics import Metric, mean_of, merge, reduced
@@ -169,7 +169,7 @@ def correct_tokens(
     """What the sampler's mismatch makes of each token."""
     corrections = rows.policy_weights[:, None].expand_as(batch.old_logprobs)
     if correction is None:
-        return CorrectedTokens(rows.mask, corrections.contiguous(), {})
+        return CorrectedTokens(rows.mask, corrections.contiguous(), mismatch(batch, workers))
     weights, keep, metrics = correction(batch, workers)
     mask = rows.mask & keep if correction.denominator == "shrink" else rows.mask
     return CorrectedTokens(mask, corrections * weights, metrics)
