@@ -66,20 +66,20 @@ def batches(draw):
     size = st.sampled_from(SIZES)
     base = torch.where(mask, old.float(), 0.0)
     exact = draw(per_token(mask, 1.0)).abs()
-    fields = dict(
-        mask=mask,
-        scores=draw(scores(rows)),
-        groups=torch.tensor([7, 7, 3, 3, 3, 7][:rows] if rows != 3 else [5, 5, 5]),
-        old_logprobs=old,
-        ref_logprobs=draw(per_token(mask, draw(size), base)),
-        sampler_logprobs=draw(per_token(mask, draw(size), base)) if draw(optional) else None,
-        values=draw(per_token(mask, draw(st.sampled_from([1.0, 1e4])))),
-        exact_kl=exact,
-        components=torch.stack([draw(scores(rows)).double() for _ in range(2)], dim=1),
-        domains=torch.arange(rows) % 2 if draw(optional) else None,
-        truncated=torch.tensor(draw(st.lists(optional, min_size=rows, max_size=rows))),
-        difficulty=torch.linspace(0, 1, rows) if draw(optional) else None,
-    )
+    fields = {
+        "mask": mask,
+        "scores": draw(scores(rows)),
+        "groups": torch.tensor([7, 7, 3, 3, 3, 7][:rows] if rows != 3 else [5, 5, 5]),
+        "old_logprobs": old,
+        "ref_logprobs": draw(per_token(mask, draw(size), base)),
+        "sampler_logprobs": draw(per_token(mask, draw(size), base)) if draw(optional) else None,
+        "values": draw(per_token(mask, draw(st.sampled_from([1.0, 1e4])))),
+        "exact_kl": exact,
+        "components": torch.stack([draw(scores(rows)).double() for _ in range(2)], dim=1),
+        "domains": torch.arange(rows) % 2 if draw(optional) else None,
+        "truncated": torch.tensor(draw(st.lists(optional, min_size=rows, max_size=rows))),
+        "difficulty": torch.linspace(0, 1, rows) if draw(optional) else None,
+    }
     logprobs = draw(per_token(mask, draw(size), base))
     values = draw(per_token(mask, draw(st.sampled_from([1.0, 1e4]))))
     return fields, logprobs, values, draw(per_token(mask, 1.0)).abs()

@@ -80,6 +80,15 @@ def test_a_group_without_spread_has_nothing_to_say(level, groups):
     assert_close(divided, double(0.2, 0.2, 0.2, 0.2))  # 0.1 / (0 + 0.5)
 
 
+@pytest.mark.parametrize("level", ["batch", "group", "running"])
+def test_equal_scores_are_worth_exactly_nothing(level):
+    """Rounding in their mean must not become an advantage, least of all one divided by eps."""
+    for value in (0.1, 0.3, 0.7, 1e8 + 0.1):
+        for std in (None, level):
+            stage = NormaliseScores(mean=level, std=std, eps=1e-300, no_spread="divide")
+            assert run(stage, [value] * 7, [0] * 7)[0].tolist() == [0.0] * 7
+
+
 def test_only_the_flat_group_is_flat():
     found, _ = run(NormaliseScores(eps=0.0), [3.0, 1.0, 3.0, 2.0], [0, 1, 0, 1])
     h = 0.5**0.5
@@ -92,14 +101,17 @@ def test_one_known_score_is_no_spread():
     assert found[1].isnan()
 
 
-@pytest.mark.parametrize(("of_mean", "of_std"), [("group", None), ("batch", "group")])
-def test_a_lone_sample_has_no_baseline(of_mean, of_std):
+@pytest.mark.parametrize("no_spread", ["zero", "unscaled", "divide"])
+@pytest.mark.parametrize(
+    ("of_mean", "of_std"), [("group", None), ("batch", "group"), (None, "group")]
+)
+def test_a_lone_sample_has_no_baseline(of_mean, of_std, no_spread):
     scores, groups = [1.0, 5.0, 4.0], [0, 8, 0]
     stage = NormaliseScores(mean=of_mean, std=of_std)
-    message = rf"NormaliseScores\(mean='{of_mean}', std={of_std!r}\) .* group 8 \(row 1\) with 1"
+    message = rf"NormaliseScores\(mean={of_mean!r}, std={of_std!r}\) .* group 8 \(row 1\) with 1"
     with pytest.raises(DataError, match=message):
         run(stage, scores, groups)
-    zero = NormaliseScores(mean=of_mean, std=of_std, group_of_one="zero")
+    zero = NormaliseScores(mean=of_mean, std=of_std, group_of_one="zero", no_spread=no_spread)
     found, _ = run(zero, scores, groups)
     assert found[1] == 0
     assert (found[[0, 2]] != 0).all()

@@ -251,7 +251,7 @@ def test_trlx_without_a_target_is_fixed():
 
 def test_klamp_is_grpo_with_the_sequence_gradient(data):
     """On-policy, the gradient is −A + β · (d + k3 to come − siblings' mean), each over N tokens."""
-    batch, _, values = data
+    batch = data[0]
     logprobs = batch.old_logprobs.clone().requires_grad_()
 
     def by_hand():

@@ -136,7 +136,7 @@ class KLTerm:
         if self.gradient != "sequence" or self.where != "loss":
             return None
         active = layout(batch.mask)
-        sums = active.compact(self._later_at_old(batch, batch.mask))
+        sums = active.compact(self._later_at_old(batch))
         centred = sums - leave_one_out_by_rank(sums, batch.groups, workers)
         # With importance weights the sum is made anew in the loss, and clamped there.
         bounded = centred if self.weighting else self._bounded(centred)
@@ -158,7 +158,7 @@ class KLTerm:
         if self.gradient == "value":
             weight = own_ratio(logprobs, old, mask) if self.weighting else 1.0
             return KLTokens(value * weight, clamped)
-        weights = prefix_ratios(logprobs, old, mask) if self.weighting else NO_WEIGHTS
+        weights = prefix_ratios(logprobs, old, batch.mask) if self.weighting else NO_WEIGHTS
         if self.estimator == "exact":  # its own gradient is already that of the token's KL
             term, coef = weights.before * value, torch.zeros_like(value)
         else:
@@ -166,7 +166,7 @@ class KLTerm:
             now = d if self.clamp_gradient == "pass" else torch.where(clamped, 0.0, d)
             term, coef = (weights.through * value).detach(), weights.through * now
         if self.gradient == "sequence":
-            coef = coef + self._to_come_now(to_come, weights, logprobs, batch, mask, exact_kl)
+            coef = coef + self._to_come_now(to_come, weights, logprobs, batch, exact_kl)
         pull = coef.detach() * straight_through(torch.where(mask, logprobs, 0.0))
         return KLTokens(term + pull, clamped)
 
@@ -176,32 +176,30 @@ class KLTerm:
         weights: PrefixRatios,
         logprobs: PerToken,
         batch: Batch,
-        mask: TokenMask,
         exact_kl: PerToken | None,
     ) -> PerToken:
-        """The given sums, or the current policy's; with weights, around the same baseline."""
+        """The given sums, or the current policy's; with weights, around the same baseline.
+
+        Over all tokens of the response: one that a filter took out of the loss is still to come.
+        """
         if given is not None:
-            given = torch.where(mask, given, 0.0)
+            given = torch.where(batch.mask, given, 0.0)
         if given is not None and self.weighting is None:
             return self._bounded(given)
-        ahead = self._ahead(logprobs, batch, mask, exact_kl)
-        sums = later(
-            ahead * (weights.before if self.estimator == "exact" else weights.through), mask
-        )
+        weight = weights.before if self.estimator == "exact" else weights.through
+        sums = later(weight * self._ahead(logprobs, batch, exact_kl), batch.mask)
         if given is not None:
-            baseline = self._later_at_old(batch, mask) - given
+            baseline = self._later_at_old(batch) - given
             sums = sums - weights.through * baseline
         return self._bounded(sums)
 
-    def _later_at_old(self, batch: Batch, mask: TokenMask) -> PerToken:
-        return later(self._ahead(batch.old_logprobs, batch, mask, batch.exact_kl), mask)
+    def _later_at_old(self, batch: Batch) -> PerToken:
+        return later(self._ahead(batch.old_logprobs, batch, batch.exact_kl), batch.mask)
 
-    def _ahead(
-        self, logprobs: PerToken, batch: Batch, mask: TokenMask, exact_kl: PerToken | None
-    ) -> PerToken:
+    def _ahead(self, logprobs: PerToken, batch: Batch, exact_kl: PerToken | None) -> PerToken:
         """What one token adds to the sums of those before it: k3, or the exact KL."""
         estimator = "exact" if self.estimator == "exact" else "k3"
-        return self._value(estimator, logprobs.detach(), batch, mask, exact_kl).term.detach()
+        return self._value(estimator, logprobs.detach(), batch, batch.mask, exact_kl).term.detach()
 
     def _value(
         self,

@@ -109,6 +109,7 @@ class Objective:
         tokens = steps.correct_tokens(self.correction, rows, batch, workers)
         control, seen = steps.move_controller(self.kl, kl, batch, state, workers)
         counted = {**shaped.metrics, **rows.metrics, **gains.metrics, **tokens.metrics}
+        counted |= steps.kl_metrics(kl, batch)
         targets = Targets(
             mask=tokens.mask,
             weights=rows.weights,

@@ -175,6 +175,13 @@ def correct_tokens(
     return CorrectedTokens(mask, corrections * weights, metrics)
 
 
+def kl_metrics(seen: ObservedKL | None, batch: Batch) -> dict[str, Metric]:
+    """How many tokens a clamp of the KL changed."""
+    if seen is None:
+        return {}
+    return {"critic/kl_clamp_frac": mean_of(seen.clamped, batch.mask)}
+
+
 def move_controller(
     kl: KLTerm | None,
     seen: ObservedKL | None,
