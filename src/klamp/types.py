@@ -100,17 +100,9 @@ class Batch(_Rowwise):
 
     def __post_init__(self) -> None:
         _check_mask("Batch.mask", self.mask)
-        per_token = ("old_logprobs", "ref_logprobs", "sampler_logprobs", "values", "exact_kl")
-        _check_per_token("Batch", self, per_token)
-        for name in ("scores", "groups", "components", "domains", "truncated", "difficulty"):
-            x = getattr(self, name)
-            if x is not None and (not isinstance(x, Tensor) or x.shape[:1] != self.mask.shape[:1]):
-                raise DataError(
-                    f"Batch.{name} has {_shape(x)} but Batch.mask has {len(self.mask)} rows; "
-                    "give one entry per sequence"
-                )
-        if not self.scores.is_floating_point():
-            raise DataError(f"Batch.scores is {self.scores.dtype}; use scores.float()")
+        _check_per_token("Batch", self, ("old_logprobs",), _PER_TOKEN)
+        for name, kind in _PER_ROW.items():
+            _check_per_row("Batch", self, name, kind, required=name in ("scores", "groups"))
         _check_scores(self.scores, self.mask)
 
 
@@ -133,12 +125,9 @@ class Targets(_Rowwise):
 
     def __post_init__(self) -> None:
         _check_mask("Targets.mask", self.mask)
-        _check_per_token("Targets", self, ("advantages", "returns", "corrections", "kl_to_come"))
-        if self.weights.shape != self.mask.shape[:1]:
-            raise DataError(
-                f"Targets.weights has {_shape(self.weights)} but Targets.mask has "
-                f"{len(self.mask)} rows; give one weight per sequence"
-            )
+        required = ("advantages", "corrections")
+        _check_per_token("Targets", self, required, (*required, "returns", "kl_to_come"))
+        _check_per_row("Targets", self, "weights", "float", required=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,21 +139,55 @@ class LossOutput:
     """Name → ``klamp.objective.metrics.Metric``; parts of a step merge exactly."""
 
 
+_PER_TOKEN = ("old_logprobs", "ref_logprobs", "sampler_logprobs", "values", "exact_kl")
+_CAST = {"float": "float", "integer": "long", "bool": "bool"}
+_PER_ROW = {
+    "scores": "float",
+    "groups": "integer",
+    "components": "float",
+    "domains": "integer",
+    "truncated": "bool",
+    "difficulty": "float",
+}
+
+
 def _shape(x: Any) -> str:
     return f"shape {list(x.shape)}" if isinstance(x, Tensor) else f"type {type(x).__name__}"
 
 
-def _check_mask(name: str, mask: Tensor) -> None:
-    if mask.ndim != 2 or mask.dtype != torch.bool:
+def _kind(x: Tensor) -> str:
+    return "float" if x.is_floating_point() else "bool" if x.dtype == torch.bool else "integer"
+
+
+def _check_mask(name: str, mask: Any) -> None:
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.dtype != torch.bool:
+        kind = mask.dtype if isinstance(mask, Tensor) else "no tensor"
         raise DataError(
-            f"{name} must be a bool tensor [B, T], got {mask.dtype} with {_shape(mask)}; "
-            "use mask.bool()"
+            f"{name} must be a bool tensor [B, T], got {kind} with {_shape(mask)}; use mask.bool()"
         )
 
 
-def _check_per_token(owner: str, data: Any, names: tuple[str, ...]) -> None:
+def _check_per_row(owner: str, data: Any, name: str, kind: str, *, required: bool) -> None:
+    x, rows = getattr(data, name), len(data.mask)
+    if x is None and not required:
+        return
+    ndim = 2 if name == "components" else 1
+    if not isinstance(x, Tensor) or x.ndim != ndim or len(x) != rows:
+        raise DataError(
+            f"{owner}.{name} has {_shape(x)} but {owner}.mask has {rows} rows; give one "
+            f"{'row of components' if ndim == 2 else 'entry'} per sequence"
+        )
+    if _kind(x) != kind:
+        raise DataError(f"{owner}.{name} is {x.dtype}; use {name}.{_CAST[kind]}()")
+
+
+def _check_per_token(
+    owner: str, data: Any, required: tuple[str, ...], names: tuple[str, ...]
+) -> None:
     """Shapes, and finite numbers at every active position, with one host sync for all of them."""
-    given = {n: x for n in names if (x := getattr(data, n)) is not None}
+    given: dict[str, Any] = {
+        n: x for n in names if (x := getattr(data, n)) is not None or n in required
+    }
     for name, x in given.items():
         if not isinstance(x, Tensor) or x.shape != data.mask.shape:
             raise DataError(

@@ -36,7 +36,8 @@ def test_expanding_undoes_compacting(mask):
 @each_mask
 def test_a_layout_knows_when_nothing_has_to_move(mask):
     active = layout(mask)
-    assert active.in_front == torch.equal(mask, prefix_mask(mask.sum(1).tolist(), mask.shape[1]))
+    in_front = torch.equal(mask, prefix_mask(mask.sum(1).tolist(), mask.shape[1]))
+    assert (active.column is None) == in_front
     assert active.full == bool(mask.all())
 
 

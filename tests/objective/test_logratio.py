@@ -61,6 +61,12 @@ def test_the_clamp_by_hand():
     assert found.clamped.tolist() == [[True, False, True]]
 
 
+def test_a_token_at_the_bound_is_not_clamped():
+    p = tensor([-2.0, 1.0, 1.25])
+    found = log_ratio(p, tensor([0.0] * 3), ON, bounds=(-2.0, 1.0))
+    assert found.clamped.tolist() == [[False, False, True]]
+
+
 def test_a_masked_token_is_zero_and_not_clamped():
     found = log_ratio(tensor([9.0, 9.0]), tensor([0.0, 0.0]), prefix_mask([1], 2), bounds=(-1, 1))
     assert_close(found.value, tensor([1.0, 0.0]))

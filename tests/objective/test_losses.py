@@ -116,6 +116,7 @@ def test_what_is_masked_reaches_neither_loss_nor_gradient(surrogate, junk):
     assert_close(dirty_grad, grad)
     assert (grad[~mask] == 0).all()
     assert not dirty.clamped[~mask].any()
+    assert dirty.loss.isfinite().all()
 
 
 @pytest.mark.parametrize(

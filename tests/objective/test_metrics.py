@@ -99,8 +99,6 @@ def test_a_metric_is_a_number_and_carries_no_gradient():
     assert float(Metric(torch.tensor(6.0), torch.tensor(4))) == 1.5
 
 
-def test_a_sum_over_many_tokens_does_not_lose_the_small_ones():
-    x = torch.full((1, 100_001), 1e-4)
-    x[0, 0] = 1e4  # in float32, 1e4 + 1e-4 is 1e4
-    mean = float(mean_of(x, torch.ones_like(x, dtype=torch.bool)))
-    assert mean == pytest.approx((1e4 + 10) / 100_001, rel=1e-6)
+def test_a_sum_does_not_lose_the_small_beside_the_large():
+    x = tensor([1e8, 1.0, -1e8])  # in float32, 1e8 + 1 is 1e8
+    assert float(mean_of(x, torch.ones(1, 3, dtype=torch.bool))) == pytest.approx(1 / 3)

@@ -51,8 +51,9 @@ def layout(mask: TokenMask) -> Layout:
 
 def later(x: PerToken, mask: TokenMask) -> PerToken:
     """∑_{t'>t} xₜ' over the active tokens of the row."""
-    x = torch.where(mask, x, 0.0)
-    return x.flip(1).cumsum(dim=1).flip(1) - x
+    from_here = torch.where(mask, x, 0.0).flip(1).cumsum(dim=1).flip(1)
+    # Shifted, not subtracted: a large xₜ would leave its rounding error behind.
+    return torch.nn.functional.pad(from_here, (0, 1))[:, 1:]
 
 
 def place_on_last(scores: PerSequence, mask: TokenMask) -> PerToken:

@@ -15,7 +15,7 @@ from klamp.objective.active import layout
 from klamp.objective.metrics import Metric, mean_of
 from klamp.objective.moments import moments
 from klamp.objective.scan import discounted_sums, row_chunks
-from klamp.objective.settings import require_choice, require_number
+from klamp.objective.settings import require_choice, require_kind, require_number
 from klamp.types import ALONE, PerToken, Scalar, TokenMask, Workers
 
 LARGEST_ADVANTAGE = 1e20
@@ -26,7 +26,8 @@ LARGEST_REWARD = 1e30
 
 def returns_to_go(rewards: PerToken, mask: TokenMask, *, gamma: float = 1.0) -> PerToken:
     """Gₜ = rₜ + γ Gₜ₊₁ over active tokens; 0 elsewhere."""
-    out = torch.empty_like(rewards)
+    rewards = rewards.detach()
+    out = rewards.new_empty(rewards.shape)
     for rows in row_chunks(rewards):
         active = layout(mask[rows])
         out[rows] = active.expand(discounted_sums(active.compact(rewards[rows]), gamma))
@@ -46,8 +47,8 @@ def gae(
     Reference: Schulman et al. 2015, https://arxiv.org/abs/1506.02438.
     """
     dtype = torch.promote_types(rewards.dtype, values.dtype)
-    rewards, values = rewards.to(dtype), values.to(dtype)
-    advantages, returns = torch.empty_like(rewards), torch.empty_like(rewards)
+    rewards, values = rewards.detach().to(dtype), values.detach().to(dtype)
+    advantages, returns = (rewards.new_empty(rewards.shape) for _ in range(2))
     for rows in row_chunks(rewards):
         active = layout(mask[rows])
         v = active.compact(values[rows])
@@ -160,7 +161,9 @@ class Advantage:
     """Advantages are clamped to ± this."""
 
     def __post_init__(self) -> None:
-        require_number(self, "reward_clip", "clip", above=0.0, hint="None turns it off")
+        require_number(self, "reward_clip", "clip", above=0.0, optional=True)
+        require_kind(self, estimator=(Returns, GAE))
+        require_kind(self, whiten_rewards=(Whiten, None), whiten=(Whiten, None))
 
     def __call__(
         self,

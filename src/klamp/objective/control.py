@@ -99,7 +99,7 @@ class PIControl:
     """β when the KL is on target and nothing has accumulated."""
     target: float = 6.0
     """The KL to hold, in the unit that ``KLTerm`` watches."""
-    proportional_gain: float = 0.5
+    proportional_gain: float = 1.0
     """What a KL of e times the target adds to log β at once."""
     integral_gain: float = 0.1
     """What it adds for good with every batch."""

@@ -58,7 +58,8 @@ class Correction:
             denominator=("fixed", "shrink"),
         )
         require_number(self, "low", low=0.0)
-        require_number(self, "high", "cap", above=0.0)
+        require_number(self, "high", above=0.0)
+        require_number(self, "cap", above=0.0, optional=True)
         if self.low >= self.high:
             raise ConfigError(f"Correction needs low < high, got low={self.low} high={self.high}")
         if self.action == "truncate" and self.denominator == "shrink":

@@ -13,7 +13,7 @@ from torch import Tensor
 from klamp.errors import ConfigError, DataError
 from klamp.objective.metrics import Metric, count_of, mean_of
 from klamp.objective.moments import SegmentMoments, segment_moments, wide
-from klamp.objective.settings import require_choice
+from klamp.objective.settings import require_choice, require_number
 from klamp.types import (
     ALONE,
     Batch,
@@ -105,6 +105,7 @@ class Difficulty:
     """``fixed``: filtered rows still count in the average; ``shrink``: they leave the mask."""
 
     def __post_init__(self) -> None:
+        require_number(self, "low", "high", optional=True)
         if self.low is not None and self.high is not None and self.low >= self.high:
             raise ConfigError(f"Difficulty needs low < high, got low={self.low} high={self.high}")
         require_choice(self, weights_on=("loss", "policy"), denominator=("fixed", "shrink"))
@@ -115,10 +116,11 @@ class Difficulty:
         m = group_moments(scores, groups)
         mean = torch.where(m.count > 0, m.mean, torch.nan)[groups.of_row]
         removed = torch.zeros_like(mean, dtype=torch.bool)
+        rounded = mean.to(batch.scores.dtype)  # as the scores are: 0.1 in float32 is not 0.1
         if self.low is not None:
-            removed |= mean <= self.low
+            removed |= rounded <= self.low
         if self.high is not None:
-            removed |= mean >= self.high
+            removed |= rounded >= self.high
         removed &= groups.sizes[groups.of_row] > 1
         truncated = self._truncated(batch)
         weights = self._weights(batch, mean, workers)

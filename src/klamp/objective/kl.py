@@ -18,7 +18,7 @@ import torch
 
 from klamp.errors import ConfigError, DataError
 from klamp.objective.active import later, layout
-from klamp.objective.control import Control, FixedKL
+from klamp.objective.control import AdaptiveKL, Control, FixedKL, PIControl
 from klamp.objective.estimators import ESTIMATORS as ESTIMATORS
 from klamp.objective.estimators import OF_LOG_RATIO, value_bounds
 from klamp.objective.estimators import absolute as absolute
@@ -39,7 +39,7 @@ from klamp.objective.logratio import (
     straight_through,
     widen,
 )
-from klamp.objective.settings import require_choice, require_number
+from klamp.objective.settings import require_choice, require_kind, require_number
 from klamp.types import ALONE, Batch, PerToken, TokenMask, Workers
 
 CHOICES: dict[str, tuple[str | None, ...]] = {
@@ -101,7 +101,8 @@ class KLTerm:
             object.__setattr__(self, "weighting", None)
         require_choice(self, **CHOICES)
         clamps = ("clamp_log_ratio", "clamp_value", "clamp_to_come")
-        require_number(self, *clamps, above=0.0, hint="None turns it off")
+        require_number(self, *clamps, above=0.0, optional=True)
+        require_kind(self, control=(FixedKL, AdaptiveKL, PIControl))
         self._check_pairs()
         object.__setattr__(self, "bounds", {e: self._bounds_of(e) for e in ESTIMATORS})
 

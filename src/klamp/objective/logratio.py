@@ -80,7 +80,8 @@ def prefix_ratios(logprobs: PerToken, old_logprobs: PerToken, mask: TokenMask) -
     """How much likelier the current policy makes each prefix, its log clamped to ±20; detached."""
     step = log_ratio(logprobs.detach(), old_logprobs, mask).value
     through = step.cumsum(dim=1)
-    bounded = [x.clamp(-RATIO_LIMIT, RATIO_LIMIT) for x in (through, through - step)]
+    before = torch.nn.functional.pad(through, (1, 0))[:, :-1]  # shifted, not subtracted: exact
+    bounded = [x.clamp(-RATIO_LIMIT, RATIO_LIMIT) for x in (through, before)]
     return PrefixRatios(*map(ratio, bounded))
 
 

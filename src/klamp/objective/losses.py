@@ -72,7 +72,7 @@ class ClippedSurrogate:
     def __post_init__(self) -> None:
         require_number(self, "low", above=0.0, high=1.0)
         require_number(self, "high", above=0.0)
-        require_number(self, "dual", above=1.0, hint="None turns it off")
+        require_number(self, "dual", above=1.0, optional=True)
         require_number(self, "clamp_log_ratio", above=0.0, high=80.0)
         require_choice(self, ratio=("token", "sequence"))
 
@@ -107,7 +107,7 @@ class CISPO:
     high: float = 0.2
 
     def __post_init__(self) -> None:
-        require_number(self, "low", above=0.0, high=1.0)
+        require_number(self, "low", above=0.0, high=1.0, optional=True)
         require_number(self, "high", above=0.0)
 
     def __call__(
@@ -154,7 +154,7 @@ class ValueLoss:
     coef: float = 1.0
 
     def __post_init__(self) -> None:
-        require_number(self, "clip", above=0.0, hint="None turns it off")
+        require_number(self, "clip", above=0.0, optional=True)
         require_number(self, "coef", low=0.0)
 
     def __call__(

@@ -24,14 +24,14 @@ class Moments:
 
     def merged(self, other: "Moments") -> "Moments":
         """The moments of both sets together (Chan, Golub & LeVeque 1979)."""
+        if not self.count or not other.count:
+            return self if self.count else other
         count = self.count + other.count
-        if count == 0:
-            return self
         delta = other.mean - self.mean
         return Moments(
             count=count,
             mean=self.mean + delta * (other.count / count),
-            m2=self.m2 + other.m2 + delta**2 * (self.count * other.count / count),
+            m2=self.m2 + other.m2 + delta * delta * (self.count * other.count / count),
         )
 
     def std(self, ddof: int = 1) -> float:

@@ -108,7 +108,7 @@ class ScaleScores:
 
     def __post_init__(self) -> None:
         require_choice(self, by=("running", "reference"))
-        require_number(self, "std", above=0.0)
+        require_number(self, "std", above=0.0, optional=True)
         if self.std is not None and self.by != "reference":
             raise ConfigError(
                 f"ScaleScores.std goes with by='reference', got std={self.std} by={self.by!r}"
@@ -128,8 +128,9 @@ class ScaleScores:
             memory = updated(memory, scores, batch.domains, workers)
             by = running_statistics(memory, scores, batch.domains, ddof=1)
         else:
-            first = plain(moments(scores, ~scores.isnan(), workers))
-            memory = memory or ((0, first),)
+            first = moments(scores, ~scores.isnan(), workers)
+            if not memory and not first.flat():  # without spread, the reference is yet to come
+                memory = ((0, plain(first)),)
             by = running_statistics(memory, scores, None, ddof=1)
         return Staged(torch.where(by.flat, scores, scores / by.std.clamp(min=1e-300)), memory)
 

@@ -21,8 +21,14 @@ from klamp.objective.correction import Correction
 from klamp.objective.groups import Difficulty
 from klamp.objective.kl import KLTerm
 from klamp.objective.logratio import widen
-from klamp.objective.losses import ClippedSurrogate, Surrogate, ValueLoss
-from klamp.objective.settings import decoded, encoded, require_choice, require_number
+from klamp.objective.losses import CISPO, ClippedSurrogate, PolicyGradient, Surrogate, ValueLoss
+from klamp.objective.settings import (
+    decoded,
+    encoded,
+    require_choice,
+    require_kind,
+    require_number,
+)
 from klamp.objective.stage import ScoreStage
 from klamp.objective.state import ObjectiveState
 from klamp.objective.terms import check_shape, entropy_term, kl_term, policy_term, value_term
@@ -36,6 +42,15 @@ from klamp.types import (
     TokenMask,
     Workers,
 )
+
+KINDS: dict[str, tuple[type | None, ...]] = {
+    "kl": (KLTerm, None),
+    "advantage": (Advantage,),
+    "difficulty": (Difficulty, None),
+    "correction": (Correction, None),
+    "surrogate": (ClippedSurrogate, CISPO, PolicyGradient),
+    "value_loss": (ValueLoss, None),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +76,9 @@ class Objective:
     def __post_init__(self) -> None:
         object.__setattr__(self, "stages", tuple(self.stages))
         require_choice(self, reduction=tuple(reduce.REDUCTIONS), missing_scores=("drop", "refuse"))
-        require_number(self, "entropy_coef", hint="None turns it off")
-        require_number(self, "constant", above=0.0)
+        require_number(self, "entropy_coef", optional=True)
+        require_number(self, "constant", above=0.0, optional=True)
+        require_kind(self, **KINDS)
         if (self.reduction == "constant_mean") != (self.constant is not None):
             raise ConfigError(
                 f"Objective.constant goes with reduction='constant_mean', got constant="

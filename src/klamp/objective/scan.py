@@ -25,7 +25,7 @@ def discounted_sums(x: PerToken, decay: float, out: PerToken | None = None) -> P
         padded = torch.nn.functional.pad(x, (0, BLOCK - length % BLOCK))
         sums = discounted_sums(padded, decay)[:, :length]
         return sums if out is None else out.copy_(sums)
-    out = torch.empty_like(x) if out is None else out
+    out = x.new_empty(x.shape) if out is None else out
     block = powers(BLOCK, decay, x.dtype, x.device)
     torch.mm(x.reshape(-1, BLOCK), block, out=out.view(-1, BLOCK))
     inside = out.view(rows, -1, BLOCK)

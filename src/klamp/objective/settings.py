@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from klamp.errors import ConfigError
 
@@ -18,34 +18,46 @@ def require_choice(owner: object, **choices: tuple[Any, ...]) -> None:
             )
 
 
+def require_kind(owner: object, **kinds: tuple[type | None, ...]) -> None:
+    """Each named field must be of one of the classes; None among them allows None."""
+    for name, known in kinds.items():
+        value = getattr(owner, name)
+        if value is None and None in known:
+            continue
+        if not isinstance(value, tuple(k for k in known if k is not None)):
+            names = ", ".join("None" if k is None else k.__name__ for k in known)
+            raise ConfigError(
+                f"{type(owner).__name__}.{name} must be one of {names}, got {value!r}"
+            )
+
+
 def require_number(
     owner: object,
     *names: str,
     low: float = -math.inf,
     high: float = math.inf,
     above: float | None = None,
+    optional: bool = False,
     hint: str = "",
 ) -> None:
-    """Each named field must be a finite number in [low, high], and > above; None is off."""
+    """Each named field must be a finite number in [low, high], and > above; None if optional."""
     for name in names:
         value = getattr(owner, name)
-        if value is None:
+        if value is None and optional:
             continue
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if (
-            not number
-            or not math.isfinite(value)
-            or not low <= value <= high
-            or (above is not None and value <= above)
-        ):
-            bounds = [f"> {above:g}"] if above is not None else []
-            bounds += [f">= {low:g}"] if low > -math.inf else []
-            bounds += [f"<= {high:g}"] if high < math.inf else []
-            wanted = " and ".join(["a finite number", *bounds])
-            tail = f"; {hint}" if hint else ""
-            raise ConfigError(
-                f"{type(owner).__name__}.{name} must be {wanted}, got {value!r}{tail}"
-            )
+        if _finite(value) and low <= value <= high and (above is None or value > above):
+            continue
+        bounds = [f"> {above:g}"] if above is not None else []
+        bounds += [f">= {low:g}"] if low > -math.inf else []
+        bounds += [f"<= {high:g}"] if high < math.inf else []
+        wanted = " and ".join(["a finite number", *bounds])
+        tail = "; None turns it off" if optional else f"; {hint}" if hint else ""
+        raise ConfigError(f"{type(owner).__name__}.{name} must be {wanted}, got {value!r}{tail}")
+
+
+def _finite(value: Any) -> TypeGuard[float]:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and math.isfinite(value)
 
 
 def encoded(x: Any) -> Any:
