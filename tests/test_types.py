@@ -129,6 +129,13 @@ def test_a_score_may_be_missing_but_not_infinite():
         make_batch(scores=torch.tensor([0.0, -INF, 0.0]))
 
 
+@pytest.mark.parametrize("bad", [INF, -INF])
+def test_a_component_may_be_missing_but_not_infinite(bad):
+    make_batch(components=torch.tensor([[NAN, 1.0], [NAN, NAN], [1.0, bad]]))  # the last is empty
+    with pytest.raises(DataError, match=rf"Batch\.components is {bad} at row 1.* NaN"):
+        make_batch(components=torch.tensor([[NAN, 1.0], [0.0, bad], [1.0, 1.0]]))
+
+
 def test_the_score_of_an_empty_row_is_nobodys():
     make_batch(scores=torch.tensor([0.0, 0.0, INF]))
 
@@ -177,9 +184,20 @@ def test_components_are_a_table():
 
 
 @users
-def test_truncated_is_bool():
-    with pytest.raises(DataError, match=r"Batch\.truncated .* torch\.int64"):
-        make_batch(truncated=torch.zeros(3, dtype=torch.long))
+@pytest.mark.parametrize(
+    ("name", "wrong", "cast"),
+    [
+        ("truncated", torch.zeros(3, dtype=torch.long), "bool"),
+        ("groups", torch.zeros(3), "long"),
+        ("groups", torch.zeros(3, dtype=torch.bool), "long"),
+        ("domains", torch.zeros(3), "long"),
+        ("difficulty", torch.zeros(3, dtype=torch.long), "float"),
+        ("components", torch.zeros(3, 2, dtype=torch.long), "float"),
+    ],
+)
+def test_a_tensor_of_the_wrong_dtype_is_refused_with_its_remedy(name, wrong, cast):
+    with pytest.raises(DataError, match=rf"Batch\.{name} is {wrong.dtype}; use {name}\.{cast}\(\)"):
+        make_batch(**{name: wrong})
 
 
 @users
@@ -197,7 +215,13 @@ def test_what_every_batch_needs_must_be_there(name):
         ({"weights": torch.ones(2)}, r"Targets\.weights has shape \[2\] but .* 3 rows; give one"),
         ({"advantages": torch.ones(3, 2)}, r"Targets\.advantages has shape \[3, 2\] but Targets"),
         ({"corrections": torch.ones(3, 3).long()}, r"Targets\.corrections is torch\.int64"),
-        ({"advantages": None}, r"Targets\.advantages"),
+        (
+            {"weights": torch.ones(3).long()},
+            r"Targets\.weights is torch\.int64; use weights\.float",
+        ),
+        ({"advantages": None}, r"Targets\.advantages has type NoneType"),
+        ({"corrections": None}, r"Targets\.corrections has type NoneType"),
+        ({"weights": None}, r"Targets\.weights has type NoneType"),
     ],
 )
 def test_targets_that_do_not_fit_together_are_refused(changes, message):

@@ -103,7 +103,9 @@ class Batch(_Rowwise):
         _check_per_token("Batch", self, ("old_logprobs",), _PER_TOKEN)
         for name, kind in _PER_ROW.items():
             _check_per_row("Batch", self, name, kind, required=name in ("scores", "groups"))
-        _check_scores(self.scores, self.mask)
+        _check_scores("Batch.scores", self.scores[:, None], self.mask)
+        if self.components is not None:
+            _check_scores("Batch.components", self.components, self.mask)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,11 +209,12 @@ def _check_per_token(
         )
 
 
-def _check_scores(scores: Tensor, mask: Tensor) -> None:
-    infinite = scores.isinf() & mask.any(dim=-1)
+def _check_scores(name: str, table: Tensor, mask: Tensor) -> None:
+    infinite = table.isinf() & mask.any(dim=-1, keepdim=True)
     if infinite.any():
-        row = int(infinite.nonzero()[0])
+        row, column = (int(i) for i in infinite.nonzero()[0])
+        place = f"row {row}" if table.shape[1] == 1 else f"row {row}, column {column}"
         raise DataError(
-            f"Batch.scores is {scores[row].item()} at row {row}; a score must be finite, or NaN "
+            f"{name} is {table[row, column].item()} at {place}; a score must be finite, or NaN "
             "where it is missing. Bound the reward function or return NaN"
         )

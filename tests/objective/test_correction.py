@@ -6,7 +6,7 @@ from test_moments import together
 
 from helpers import assert_close, make_batch, prefix_mask, tensor
 from klamp.errors import ConfigError
-from klamp.objective.correction import Correction, effective_sample_size
+from klamp.objective.correction import Correction, effective_sample_size, mismatch
 from klamp.objective.prepare import correct_tokens, filter_rows
 from klamp.types import ALONE
 
@@ -80,6 +80,15 @@ def test_what_is_watched_by_hand():
     assert found["actor/sampler_ess"] == pytest.approx(30.25 / 51.75, rel=1e-5)
     masked = numbers(Correction(action="mask", low=0.6, high=3.0)(batch_of(W[:1])).metrics)
     assert masked["actor/sampler_masked_frac"] == pytest.approx(2 / 3)
+
+
+def test_a_mismatch_is_measured_before_any_filter_and_without_one():
+    batch = batch_of(W)
+    bare = numbers(mismatch(batch))
+    filtered = numbers(Correction(action="mask", low=0.6, high=3.0)(batch).metrics)
+    assert bare == {name: filtered[name] for name in bare}
+    assert set(bare) == {"actor/sampler_kl", "actor/sampler_ratio_max", "actor/sampler_ess"}
+    assert mismatch(batch_of(W, sampler_logprobs=None)) == {}
 
 
 def test_effective_sample_size_by_hand():

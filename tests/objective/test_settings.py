@@ -22,7 +22,7 @@ from klamp.objective.rewards import (
     ScaleScores,
     SubtractOthersMean,
 )
-from klamp.objective.settings import decoded, encoded, require_choice, require_number
+from klamp.objective.settings import decoded, encoded, require_choice, require_kind, require_number
 
 NAN, INF = float("nan"), float("inf")
 OBJECTIVES = {name: presets.load(name) for name in presets.PRESETS} | {
@@ -183,7 +183,7 @@ def test_what_cannot_be_turned_off_must_be_a_number(build, field):
     ("data", "field"),
     [
         ({"kl": "k3"}, "Objective.kl"),
-        ({"surrogate": {"type": "ValueLoss"}}, "Objective.surrogate"),
+        ({"surrogate": "clipped"}, "Objective.surrogate"),
         ({"surrogate": None}, "Objective.surrogate"),
         ({"advantage": {"type": "GAE"}}, "Objective.advantage"),
         ({"difficulty": True}, "Objective.difficulty"),
@@ -206,6 +206,8 @@ def test_a_part_of_the_wrong_kind_is_refused_by_name(data, field):
         (-1, {"low": 0.0}, r"must be a finite number and >= 0, got -1"),
         (2, {"high": 1.0, "low": 0.0}, r"a finite number and >= 0 and <= 1, got 2"),
         (0, {"above": 0.0, "hint": "try 1"}, r"a finite number and > 0, got 0; try 1"),
+        (0, {"above": 0.0, "optional": True}, r"a finite number and > 0, got 0; None turns it off"),
+        (None, {}, r"must be a finite number, got None"),
     ],
 )
 def test_a_number_out_of_range_is_refused_with_field_value_and_remedy(value, bounds, message):
@@ -216,6 +218,19 @@ def test_a_number_out_of_range_is_refused_with_field_value_and_remedy(value, bou
 def test_a_number_at_its_bound_is_fine():
     require_number(Knob(value=0), "value", low=0.0, high=0.0)
     require_number(Knob(value=1e-30), "value", above=0.0)
+
+
+def test_none_is_fine_where_there_is_a_thing_to_turn_off():
+    require_number(Knob(value=None), "value", above=0.0, optional=True)
+
+
+def test_a_part_must_be_of_a_known_kind():
+    require_kind(Knob(value=GAE()), value=(Returns, GAE))
+    require_kind(Knob(value=None), value=(Returns, None))
+    with pytest.raises(ConfigError, match=r"Knob\.value must be one of Returns, None, got GAE\("):
+        require_kind(Knob(value=GAE()), value=(Returns, None))
+    with pytest.raises(ConfigError, match=r"Knob\.value must be one of Returns, got None"):
+        require_kind(Knob(value=None), value=(Returns,))
 
 
 def test_an_unknown_choice_names_the_known_ones():

@@ -70,6 +70,12 @@ def test_running_moments_are_in_the_state():
     assert_close(torch.tensor(memory[2][1].mean), seen.mean().float())
 
 
+@pytest.mark.parametrize("memory", [None, 3, [1.5, "x"], {"seen": 3, "by": {"a": 1.0}}])
+def test_the_memory_of_a_stage_of_ones_own_is_any_plain_value(memory):
+    found = restored(ObjectiveState(stages=(memory,))).to_dict()
+    assert found == ObjectiveState(stages=(memory,)).to_dict()
+
+
 def test_preparing_does_not_move_the_state_it_was_given():
     objective = REMEMBERS["pi"]
     state = objective.init()

@@ -116,6 +116,7 @@ class Whiten:
     def __post_init__(self) -> None:
         require_choice(self, ddof=(0, 1))
         require_number(self, "eps", above=0.0)
+        require_kind(self, floor=(bool,), centre=(bool,), scale=(bool,))
 
     def __call__(
         self,

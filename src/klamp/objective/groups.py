@@ -13,7 +13,7 @@ from torch import Tensor
 from klamp.errors import ConfigError, DataError
 from klamp.objective.metrics import Metric, count_of, mean_of
 from klamp.objective.moments import SegmentMoments, segment_moments, wide
-from klamp.objective.settings import require_choice, require_number
+from klamp.objective.settings import require_choice, require_kind, require_number
 from klamp.types import (
     ALONE,
     Batch,
@@ -109,6 +109,7 @@ class Difficulty:
         if self.low is not None and self.high is not None and self.low >= self.high:
             raise ConfigError(f"Difficulty needs low < high, got low={self.low} high={self.high}")
         require_choice(self, weights_on=("loss", "policy"), denominator=("fixed", "shrink"))
+        require_kind(self, drop_truncated=(bool,), weigh_difficulty=(bool,), weigh_length=(bool,))
 
     def __call__(self, scores: PerSequence, batch: Batch, workers: Workers = ALONE) -> Filtered:
         """Which rows stay, and weights of mean 1 over the batch of all workers; raw scores."""

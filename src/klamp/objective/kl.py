@@ -102,7 +102,7 @@ class KLTerm:
         require_choice(self, **CHOICES)
         clamps = ("clamp_log_ratio", "clamp_value", "clamp_to_come")
         require_number(self, *clamps, above=0.0, optional=True)
-        require_kind(self, control=(FixedKL, AdaptiveKL, PIControl))
+        require_kind(self, control=(FixedKL, AdaptiveKL, PIControl), accept_length_bias=(bool,))
         self._check_pairs()
         object.__setattr__(self, "bounds", {e: self._bounds_of(e) for e in ESTIMATORS})
 

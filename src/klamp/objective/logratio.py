@@ -92,7 +92,7 @@ def excess(log_r: Tensor, limit: float = EXCESS_LIMIT) -> Tensor:
 
 
 def straight_through(x: Tensor) -> Tensor:
-    """x − sg(x): worth 0, with the gradient of x."""
+    """x − sg(x): worth 0, with the gradient of x (none past ±1e15: inf − inf would be NaN)."""
     x = x.clamp(-LARGEST, LARGEST)
     return x - x.detach()
 

@@ -21,7 +21,7 @@ class PolicyTokens(NamedTuple):
 
     loss: PerToken
     ratio: PerToken
-    """π / π_old, of the token or of its sequence; 1 where masked."""
+    """π / π_old, of the token or of its sequence."""
     clipped_low: TokenMask
     """The clip is binding (it stops the gradient) at its lower end; for A < 0."""
     clipped_high: TokenMask

@@ -5,7 +5,6 @@ pipeline is written. What a stage is stands in ``stage.py``; those that normalis
 ``normalise.py``.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ from klamp.objective.metrics import mean_of
 from klamp.objective.moments import wide
 from klamp.objective.normalise import NormaliseScores as NormaliseScores
 from klamp.objective.normalise import ScaleScores as ScaleScores
-from klamp.objective.settings import require_choice, require_number
+from klamp.objective.settings import is_finite, require_choice, require_kind, require_number
 from klamp.objective.stage import ScoreStage as ScoreStage
 from klamp.objective.stage import Staged
 from klamp.types import ALONE, Batch, PerSequence, Workers
@@ -147,8 +146,9 @@ class CombineScores:
     normalise: NormaliseScores | None = None
 
     def __post_init__(self) -> None:
+        require_kind(self, weights=(tuple, list), normalise=(NormaliseScores, None))
         object.__setattr__(self, "weights", tuple(self.weights))
-        if not self.weights or not all(map(math.isfinite, self.weights)):
+        if not self.weights or not all(map(is_finite, self.weights)):
             raise ConfigError(f"CombineScores.weights must be finite numbers, got {self.weights}")
 
     def init(self) -> tuple[Any, ...]:
@@ -165,7 +165,8 @@ class CombineScores:
                 f"CombineScores has {len(self.weights)} weights but Batch.components is {got}; "
                 "give one column per weight"
             )
-        columns = list(wide(batch.components).unbind(1))
+        table = wide(batch.components)
+        columns = list(torch.where(table.isinf(), torch.nan, table).unbind(1))
         memories = list(memory)
         if self.normalise is not None:
             for k, column in enumerate(columns):

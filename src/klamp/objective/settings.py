@@ -45,7 +45,7 @@ def require_number(
         value = getattr(owner, name)
         if value is None and optional:
             continue
-        if _finite(value) and low <= value <= high and (above is None or value > above):
+        if is_finite(value) and low <= value <= high and (above is None or value > above):
             continue
         bounds = [f"> {above:g}"] if above is not None else []
         bounds += [f">= {low:g}"] if low > -math.inf else []
@@ -55,7 +55,8 @@ def require_number(
         raise ConfigError(f"{type(owner).__name__}.{name} must be {wanted}, got {value!r}{tail}")
 
 
-def _finite(value: Any) -> TypeGuard[float]:
+def is_finite(value: Any) -> TypeGuard[float]:
+    """Whether a value is a finite number (a bool is none)."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and math.isfinite(value)
 
@@ -67,16 +68,23 @@ def encoded(x: Any) -> Any:
         return {"type": type(x).__name__, **own}
     if isinstance(x, tuple | list):
         return [encoded(item) for item in x]
+    if isinstance(x, Mapping):
+        return {k: encoded(v) for k, v in x.items()}
     return x
 
 
-def decoded(x: Any, classes: Mapping[str, type]) -> Any:
-    """The inverse of ``encoded``: unknown types and unknown fields are refused by name."""
+def decoded(x: Any, classes: Mapping[str, type], *, plain_dicts: bool = False) -> Any:
+    """The inverse of ``encoded``: unknown types and unknown fields are refused by name.
+
+    A dict without a ``type`` is refused too, or with ``plain_dicts`` a dict.
+    """
     if isinstance(x, list | tuple):
-        return tuple(decoded(item, classes) for item in x)
+        return tuple(decoded(item, classes, plain_dicts=plain_dicts) for item in x)
     if not isinstance(x, Mapping):
         return x
     given: dict[str, Any] = dict(x)
+    if plain_dicts and "type" not in given:
+        return {k: decoded(v, classes, plain_dicts=True) for k, v in given.items()}
     name = given.pop("type", None)
     if name not in classes:
         raise ConfigError(f"unknown type {name!r}; one of {', '.join(sorted(classes))}")
@@ -85,6 +93,7 @@ def decoded(x: Any, classes: Mapping[str, type]) -> Any:
         if key not in known:
             raise ConfigError(f"{name} has no setting {key!r}; it has {', '.join(known)}")
     try:
-        return classes[name](**{k: decoded(v, classes) for k, v in given.items()})
+        parts = {k: decoded(v, classes, plain_dicts=plain_dicts) for k, v in given.items()}
+        return classes[name](**parts)
     except TypeError as error:
         raise ConfigError(f"{name} cannot be built from {sorted(given)}: {error}") from error

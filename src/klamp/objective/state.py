@@ -1,6 +1,6 @@
 """What an objective remembers between batches: small, explicit, plain."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,9 +27,10 @@ class ObjectiveState:
         return encoded(self)
 
     @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "ObjectiveState":
-        """The inverse of ``to_dict``."""
-        made = decoded(data, {c.__name__: c for c in (cls, ControlState, Moments)})
+    def from_dict(cls, data: Mapping[str, Any], extra: Iterable[type] = ()) -> "ObjectiveState":
+        """The inverse of ``to_dict``; ``extra`` names memory classes of your own stages."""
+        known = {c.__name__: c for c in (cls, ControlState, Moments, *extra)}
+        made = decoded(data, known, plain_dicts=True)
         if not isinstance(made, cls):
             raise ConfigError(f"ObjectiveState.from_dict got a {type(made).__name__}")
         return made
