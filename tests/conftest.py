@@ -1,7 +1,18 @@
-import pytest
-import torch
+"""Shapes and dtypes in annotations are checked in every run of these tests, never outside one."""
+
+from jaxtyping import install_import_hook
+
+TOWER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"  # ints are floats
+install_import_hook("klamp", TOWER)
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 torch.set_num_threads(1)
+
+
+def pytest_configure(config):
+    config.addinivalue_line("filterwarnings", "error")
 
 
 @pytest.fixture(autouse=True)

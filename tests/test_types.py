@@ -153,7 +153,7 @@ def test_the_score_of_an_empty_row_is_nobodys():
         ({"values": torch.zeros(3)}, r"Batch\.values has shape \[3\] .* response positions only"),
         ({"values": [[0.0] * 3] * 3}, r"Batch\.values has type list"),
         ({"old_logprobs": torch.zeros(3, 3).int()}, r"old_logprobs is torch\.int32; use .*float"),
-        ({"scores": torch.zeros(4)}, r"Batch\.scores has shape \[4\] but .* 3 rows; give one"),
+        ({"scores": torch.zeros(4)}, r"Batch\.scores has shape \[4\] but .* 3 rows; give a tensor"),
         ({"scores": torch.zeros(3).long()}, r"Batch\.scores is torch\.int64; use scores\.float"),
         ({"groups": torch.zeros(2).long()}, r"Batch\.groups has shape \[2\] but .* 3 rows"),
         ({"groups": [0, 0, 1]}, r"Batch\.groups has type list but Batch\.mask has 3 rows"),
@@ -212,7 +212,10 @@ def test_what_every_batch_needs_must_be_there(name):
     ("changes", "message"),
     [
         ({"mask": torch.ones(3, 3)}, r"Targets\.mask must be a bool tensor .* mask\.bool\(\)"),
-        ({"weights": torch.ones(2)}, r"Targets\.weights has shape \[2\] but .* 3 rows; give one"),
+        (
+            {"weights": torch.ones(2)},
+            r"Targets\.weights has shape \[2\] but .* 3 rows; give a tensor",
+        ),
         ({"advantages": torch.ones(3, 2)}, r"Targets\.advantages has shape \[3, 2\] but Targets"),
         ({"corrections": torch.ones(3, 3).long()}, r"Targets\.corrections is torch\.int64"),
         (

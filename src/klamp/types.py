@@ -76,7 +76,7 @@ class _Rowwise:
         return other
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Batch(_Rowwise):
     """What sampling and the frozen models observed. Nothing in it is derived."""
 
@@ -99,6 +99,7 @@ class Batch(_Rowwise):
     difficulty: PerSequence | None = None
 
     def __post_init__(self) -> None:
+        _detach(self)
         _check_mask("Batch.mask", self.mask)
         _check_per_token("Batch", self, ("old_logprobs",), _PER_TOKEN)
         for name, kind in _PER_ROW.items():
@@ -108,7 +109,7 @@ class Batch(_Rowwise):
             _check_scores("Batch.components", self.components, self.mask)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Targets(_Rowwise):
     """What one batch is trained towards, fixed for all its epochs."""
 
@@ -126,13 +127,14 @@ class Targets(_Rowwise):
     """∑_{t'>t} k3ₜ' − bₜ at the old policy; None = made in ``loss``, without baseline."""
 
     def __post_init__(self) -> None:
+        _detach(self)
         _check_mask("Targets.mask", self.mask)
         required = ("advantages", "corrections")
         _check_per_token("Targets", self, required, (*required, "returns", "kl_to_come"))
         _check_per_row("Targets", self, "weights", "float", required=True)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class LossOutput:
     """A loss to differentiate and the (detached) numbers that explain it."""
 
@@ -151,6 +153,13 @@ _PER_ROW = {
     "truncated": "bool",
     "difficulty": "float",
 }
+
+
+def _detach(data: object) -> None:
+    """What was observed has no gradient, even when it came from the policy that has."""
+    for name, x in vars(data).items():
+        if isinstance(x, Tensor) and x.requires_grad:
+            object.__setattr__(data, name, x.detach())
 
 
 def _shape(x: Any) -> str:
@@ -176,8 +185,8 @@ def _check_per_row(owner: str, data: Any, name: str, kind: str, *, required: boo
     ndim = 2 if name == "components" else 1
     if not isinstance(x, Tensor) or x.ndim != ndim or len(x) != rows:
         raise DataError(
-            f"{owner}.{name} has {_shape(x)} but {owner}.mask has {rows} rows; give one "
-            f"{'row of components' if ndim == 2 else 'entry'} per sequence"
+            f"{owner}.{name} has {_shape(x)} but {owner}.mask has {rows} rows; give a tensor with "
+            f"one {'row of components' if ndim == 2 else 'entry'} per sequence"
         )
     if _kind(x) != kind:
         raise DataError(f"{owner}.{name} is {x.dtype}; use {name}.{_CAST[kind]}()")

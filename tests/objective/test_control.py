@@ -44,7 +44,9 @@ def test_the_error_clip_is_a_setting():
 def test_the_coefficient_never_turns_negative():
     # 1 − 0.2 · 60 000 / 10 000 = −0.2: the formula alone would flip the sign of the penalty.
     state = AdaptiveKL(init_coef=0.1).update(ControlState(coef=0.1), 0.0, 60_000)
-    assert state.coef == pytest.approx(0.01)  # a tenth at most
+    assert state.coef == pytest.approx(0.001)  # a hundredth at most
+    # 1 − 0.2 · 48 000 / 10 000 = 0.04 is drastic but sane, and upstream's.
+    assert AdaptiveKL().update(ControlState(coef=0.1), 0.0, 48_000).coef == pytest.approx(0.004)
 
 
 def test_an_adaptive_coefficient_stays_in_the_numbers():

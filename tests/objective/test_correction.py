@@ -33,8 +33,15 @@ def numbers(metrics):
         ({"level": "token", "action": "mask"}, [[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]),
         ({"level": "sequence", "action": "truncate"}, [[GEOMETRIC[0]] * 3, [3.0] * 3]),
         ({"level": "sequence", "action": "mask"}, [[0.6, 1.0, 3.0], [0.0, 0.0, 0.0]]),
-        ({"level": "token", "action": "truncate", "cap": 2.0}, [[0.6, 1.0, 2.0], [2.0] * 3]),
         ({"level": "sequence", "action": "mask", "cap": 2.0}, [[0.6, 1.0, 2.0], [0.0] * 3]),
+        (
+            {"level": "sequence", "action": "mask", "floor": 0.0, "cap": 1e6},
+            [[0.5, 1.0, 4.0], [0.0] * 3],
+        ),
+        (
+            {"level": "sequence", "action": "mask", "weight": "sequence"},
+            [[GEOMETRIC[0]] * 3, [0.0] * 3],
+        ),
     ],
 )
 def test_the_four_forms_by_hand(settings, expected):
@@ -148,9 +155,14 @@ def test_an_empty_row_is_no_sequence_outside_the_bounds():
         ({"denominator": "none"}, r"Correction\.denominator must be one of fixed, shrink"),
         ({"low": -1.0}, r"Correction\.low .* >= 0, got -1\.0"),
         ({"high": 0.0}, r"Correction\.high .* > 0, got 0\.0"),
-        ({"cap": 0.0}, r"Correction\.cap .* > 0, got 0\.0"),
+        ({"cap": -1.0}, r"Correction\.cap .* >= 0, got -1\.0; None turns it off"),
+        ({"cap": 2.0}, r"action='truncate'\) clamps to \[low, high\].*cap=2.0.*use action='mask'"),
+        ({"clamp_log_ratio": 30.0}, r"Correction\.clamp_log_ratio .* <= 20, got 30"),
         ({"low": 3.0}, r"Correction needs low < high, got low=3\.0 high=2\.0"),
-        ({"denominator": "shrink"}, r"action='truncate'\) masks nothing, .* use action='mask'"),
+        (
+            {"denominator": "shrink"},
+            r"removes nothing, .*denominator='shrink'; .* use action='mask'",
+        ),
     ],
 )
 def test_a_wrong_setting_is_refused_when_built(settings, message):

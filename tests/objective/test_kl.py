@@ -76,6 +76,23 @@ def test_a_clamped_token_is_pulled_back_by_the_clamped_log_ratio(form):
     assert_close(value_and_gradient(stopped, [100.0, -100.0])[1], tensor([to_come, 0.0]))
 
 
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs", "k3_reversed"])
+@pytest.mark.parametrize("form", ["token", "sequence"])
+def test_without_a_clamp_the_pull_does_not_vanish_where_the_value_would_overflow(estimator, form):
+    _, grad, _ = value_and_gradient(KLTerm(estimator=estimator, gradient=form), [-70.0])
+    assert grad.item() == -70.0
+
+
+def test_a_bounded_coefficient_is_counted():
+    term = KLTerm(gradient="sequence", clamp_to_come=2.0, weighting="importance")
+    batch, leaf = one_row([0.0, -10.0, 0.1])
+    tokens = term(leaf, batch, batch.mask)
+    assert tokens.clamped.tolist() == [[False, False, False]]
+    assert tokens.bounded.tolist() == [[True, False, False]]  # k3 of −10 is to come after it
+    off = replace(batch, old_logprobs=batch.old_logprobs - 25.0)  # a prefix 25 nats likelier
+    assert term(leaf, off, batch.mask).bounded.tolist() == [[True, True, True]]
+
+
 def test_the_sum_to_come_is_bounded():
     term = KLTerm(gradient="sequence", clamp_to_come=2.0)
     _, grad, _ = value_and_gradient(term, [0.0, -10.0])

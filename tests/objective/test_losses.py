@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from helpers import assert_close, prefix_mask, tensor
-from klamp.errors import ConfigError
+from klamp.errors import ConfigError, DataError
 from klamp.objective.losses import CISPO, ClippedSurrogate, PolicyGradient, ValueLoss, policy_ratio
 
 NAN, INF = float("nan"), float("inf")
@@ -213,7 +213,7 @@ def test_masked_values_reach_neither_loss_nor_gradient(junk):
 
 
 def test_clipping_values_needs_the_old_ones():
-    with pytest.raises(ConfigError, match=r"ValueLoss\.clip needs Batch\.values .* set clip=None"):
+    with pytest.raises(DataError, match=r"ValueLoss\.clip needs Batch\.values .* set clip=None"):
         ValueLoss(clip=0.2)(tensor([1.0]), None, tensor([1.0]), ONE)
 
 

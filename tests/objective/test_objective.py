@@ -222,6 +222,61 @@ def test_a_correction_weighs_the_policy_alone():
     assert prepared(corrected, batch).metrics["actor/sampler_masked_frac"] > 0.9
 
 
+def test_what_was_observed_has_no_gradient():
+    """π_old given as the policy's own output must not cancel the gradient of the ratio."""
+    batch = make_batch()
+    leaf = batch.old_logprobs.clone().requires_grad_()
+    live = replace(batch, old_logprobs=leaf * 1.0, ref_logprobs=leaf * 0.5)
+    frozen = replace(batch, old_logprobs=leaf.detach(), ref_logprobs=leaf.detach() * 0.5)
+    grads = []
+    for b in (live, frozen):
+        out = GRPO.loss(leaf, b, prepared(GRPO, b), GRPO.shares(b.mask))
+        grads.append(torch.autograd.grad(out.loss, leaf)[0])
+    assert_close(grads[0], grads[1])
+    assert grads[0].abs().sum() > 0
+
+
+def test_autocast_and_reduced_matmul_precision_do_not_reach_the_advantages():
+    batch = make_batch(rows=8, width=64)
+    objective = presets.load("openrlhf")
+    plain = prepared(objective, batch)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(prepared(objective, batch).advantages, plain.advantages)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        assert_close(prepared(objective, batch).advantages, plain.advantages)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def test_the_loss_with_a_value_term_keeps_the_dtype_and_saturates():
+    batch = make_batch()
+    objective = replace(GRPO, value_loss=ValueLoss())
+    targets, shares = prepared(objective, batch), GRPO.shares(batch.mask)
+    values = torch.full((8, 6), 1e30).requires_grad_()
+    out = objective.loss(batch.old_logprobs, batch, targets, shares, values=values)
+    assert out.loss.dtype == torch.float32
+    assert out.loss.isfinite()
+    (grad,) = torch.autograd.grad(out.loss, values)
+    assert_close(grad, 1e30 * shares)
+
+
+def test_the_ratio_of_a_sequence_does_not_depend_on_shares():
+    batch = make_batch()
+    objective = presets.load("openrlhf", estimator="group_norm", policy_loss_type="gspo")
+    targets = prepared(objective, batch)
+    logprobs = batch.old_logprobs + 0.3 * torch.randn(8, 6)
+    shares = objective.shares(targets.mask)
+    half = shares.clone()
+    half[:, 0] = 0.0
+    whole = objective.loss(logprobs, batch, targets, shares).metrics["actor/ratio_max"]
+    part = objective.loss(logprobs, batch, targets, half).metrics["actor/ratio_max"]
+    assert float(part) <= float(whole)
+    several = batch.mask.sum(1) > 1
+    ratios = torch.where(batch.mask, logprobs - batch.old_logprobs, 0.0).sum(1) / batch.mask.sum(1)
+    assert float(part) == pytest.approx(ratios[several].exp().max().item(), rel=1e-5)
+
+
 def test_a_batch_without_an_active_token_is_refused_but_a_selection_is_legal():
     batch = make_batch(mask=prefix_mask([0, 3, 3, 3, 3, 3, 3, 3], 6))
     targets = prepared(GRPO, batch)
@@ -240,7 +295,9 @@ def test_a_lone_sample_is_refused_by_name():
 
 
 def test_the_state_of_another_objective_is_refused():
-    with pytest.raises(DataError, match=r"state has 0 stage memories but the objective has 1"):
+    with pytest.raises(
+        DataError, match=r"state has 0 stage memories and control=None but the objective has 1"
+    ):
         GRPO.prepare(make_batch(), Objective().init())
 
 

@@ -74,10 +74,18 @@ def test_klamp_defaults():
         ("open-instruct", {"kl_estimator": 4}, r"kl_estimator must be 0, 1, 2 or 3, got 4"),
         ("open-instruct", {"loss_fn": "ppo"}, r"loss_fn must be dapo or cispo, got 'ppo'"),
         ("openrlhf", {"estimator": "grpo"}, r"estimator must be one of gae, reinforce, rloo"),
-        ("openrlhf", {"is_correction_enable": True, "is_correction_type": "x"}, r"one of tis, ice"),
+        (
+            "openrlhf",
+            {"is_correction_enable": True, "is_correction_type": "x"},
+            r"must be tis, icepop or seq",
+        ),
         ("roll", {"adv_estimator": "ppo"}, r"adv_estimator must be one of grpo, gae, reinforce"),
         ("roll", {"add_token_level_kl": True, "use_kl_loss": True}, r"one objective has one KL"),
-        ("roll", {"loss_agg_mode": "seq-mean-token-sum-norm"}, r"set both or neither"),
+        (
+            "roll",
+            {"loss_agg_mode": "seq-mean-token-sum-norm"},
+            r"response_length=None; give the longest",
+        ),
         ("trlx", {"scale_reward": "std"}, r"scale_reward must be running, ref or None"),
     ],
 )

@@ -30,7 +30,10 @@ def returns_to_go(rewards: PerToken, mask: TokenMask, *, gamma: float = 1.0) -> 
     out = rewards.new_empty(rewards.shape)
     for rows in row_chunks(rewards):
         active = layout(mask[rows])
-        out[rows] = active.expand(discounted_sums(active.compact(rewards[rows]), gamma))
+        if active.column is None:
+            discounted_sums(active.compact(rewards[rows]), gamma, out=out[rows])
+        else:
+            out[rows] = active.expand(discounted_sums(active.compact(rewards[rows]), gamma))
     return out
 
 
@@ -48,7 +51,8 @@ def gae(
     """
     dtype = torch.promote_types(rewards.dtype, values.dtype)
     rewards, values = rewards.detach().to(dtype), values.detach().to(dtype)
-    advantages, returns = (rewards.new_empty(rewards.shape) for _ in range(2))
+    # One allocation: two of this size, freed together, are handed back to the system each time.
+    advantages, returns = rewards.new_empty(2, *rewards.shape).unbind()
     for rows in row_chunks(rewards):
         active = layout(mask[rows])
         v = active.compact(values[rows])

@@ -53,8 +53,8 @@ class FixedKL:
 class AdaptiveKL:
     """β ← β · (1 + clip(KL/target − 1, ±error_clip) · n / horizon): steers the KL to its target.
 
-    n is the number of sequences observed. One update never shrinks β more than tenfold, so that it
-    cannot turn negative when n outgrows the horizon.
+    n is the number of sequences observed. One update never shrinks β more than a hundredfold, so
+    that it cannot turn negative when n outgrows the horizon.
     Reference: Ziegler et al. 2019, section 2.2, https://arxiv.org/abs/1909.08593.
     """
 
@@ -79,7 +79,7 @@ class AdaptiveKL:
         if not math.isfinite(kl):
             return _refuse(state)
         error = _clip(kl / self.target - 1.0, self.error_clip)
-        factor = max(1.0 + error * n / self.horizon, 0.1)
+        factor = max(1.0 + error * n / self.horizon, 0.01)
         return replace(state, coef=min(max(state.coef * factor, SMALLEST_COEF), LARGEST_COEF))
 
 

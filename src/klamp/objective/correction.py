@@ -45,8 +45,14 @@ class Correction:
     action: str = "truncate"
     low: float = 0.0
     high: float = 2.0
+    floor: float | None = None
+    """With ``mask``: no weight that is kept is smaller than this; None = low."""
     cap: float | None = None
-    """No weight is larger than this, whatever the filter keeps."""
+    """With ``mask``: no weight is larger than this; None = high."""
+    weight: str = "token"
+    """With ``mask``: what is kept weighs by its own w, or by that of its ``sequence``."""
+    clamp_log_ratio: float = RATIO_LIMIT
+    """log w is clamped to ± this before anything is made of it."""
     denominator: str = "fixed"
     """``fixed``: a masked token keeps its place in the average; ``shrink``: it leaves the mask."""
 
@@ -55,17 +61,21 @@ class Correction:
             self,
             level=("token", "sequence"),
             action=("truncate", "mask"),
+            weight=("token", "sequence"),
             denominator=("fixed", "shrink"),
         )
         require_number(self, "low", low=0.0)
         require_number(self, "high", above=0.0)
-        require_number(self, "cap", above=0.0, optional=True)
+        require_number(self, "floor", "cap", low=0.0, optional=True)
+        require_number(self, "clamp_log_ratio", above=0.0, high=RATIO_LIMIT)
         if self.low >= self.high:
             raise ConfigError(f"Correction needs low < high, got low={self.low} high={self.high}")
-        if self.action == "truncate" and self.denominator == "shrink":
+        masks_only = (self.floor, self.cap, self.weight, self.denominator)
+        if self.action == "truncate" and masks_only != (None, None, "token", "fixed"):
             raise ConfigError(
-                "Correction(action='truncate') masks nothing, so denominator='shrink' has nothing "
-                "to remove; use action='mask' or denominator='fixed'"
+                "Correction(action='truncate') clamps to [low, high] and removes nothing, got "
+                f"floor={self.floor} cap={self.cap} weight={self.weight!r} "
+                f"denominator={self.denominator!r}; leave these as they are or use action='mask'"
             )
 
     def __call__(self, batch: Batch, workers: Workers = ALONE) -> Corrected:
@@ -74,27 +84,35 @@ class Correction:
         if batch.sampler_logprobs is None:
             ones = torch.ones_like(mask, dtype=torch.float32)
             return Corrected(ones, torch.ones_like(mask), {})
-        bounds = (-RATIO_LIMIT, RATIO_LIMIT)
-        log_w = log_ratio(batch.old_logprobs, batch.sampler_logprobs, mask, bounds=bounds).value
-        statistic = log_w
-        if self.level == "sequence":
-            length = mask.sum(dim=-1, keepdim=True).clamp(min=1)
-            statistic = (log_w.sum(dim=-1, keepdim=True) / length).expand_as(log_w)
-        w, s = ratio(log_w), ratio(statistic)
-        keep = (s >= self.low) & (s <= self.high)
+        own, whole = self._ratios(batch)
+        statistic = own if self.level == "token" else whole
+        outside = (statistic < self.low) | (statistic > self.high)
         if self.action == "truncate":
-            weights, keep = s.clamp(self.low, self.high), torch.ones_like(mask)
+            weights, keep = statistic.clamp(self.low, self.high), torch.ones_like(mask)
         else:
-            weights = torch.where(keep, w.clamp(self.low, self.high), 0.0)
-        if self.cap is not None:
-            weights = weights.clamp(max=self.cap)
-        outside = (s < self.low) | (s > self.high)
+            w = own if self.weight == "token" else whole
+            floor = self.low if self.floor is None else self.floor
+            cap = self.high if self.cap is None else self.cap
+            weights, keep = torch.where(outside, 0.0, w.clamp(floor, cap)), ~outside
         name = "truncated" if self.action == "truncate" else "masked"
         metrics = {
             f"actor/sampler_{name}_frac": mean_of(outside, mask),
             "signal/tokens_removed_by_correction": count_of(mask & ~keep),
         }
         return Corrected(weights, keep, {**mismatch(batch, workers), **metrics})
+
+    def _ratios(self, batch: Batch) -> tuple[PerToken, PerToken]:
+        """w of each token, and the geometric mean of its response."""
+        mask, c = batch.mask, self.clamp_log_ratio
+        log_w = log_ratio(batch.old_logprobs, sampler_of(batch), mask, bounds=(-c, c)).value
+        length = mask.sum(dim=-1, keepdim=True).clamp(min=1)
+        mean = (log_w.sum(dim=-1, keepdim=True) / length).expand_as(log_w)
+        return ratio(log_w), ratio(mean)
+
+
+def sampler_of(batch: Batch) -> PerToken:
+    """What sampled: the engine's log-probs, or the trainer's own where none are given."""
+    return batch.old_logprobs if batch.sampler_logprobs is None else batch.sampler_logprobs
 
 
 def mismatch(batch: Batch, workers: Workers = ALONE) -> dict[str, Metric]:

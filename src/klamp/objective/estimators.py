@@ -65,6 +65,15 @@ def clamped_estimate(
     return OF_LOG_RATIO[estimator](log_ratio(logprobs, ref_logprobs, bounds=bounds).value)
 
 
+def clamp_bounds(
+    estimator: str, clamp_log_ratio: float | None, clamp_value: float | None
+) -> Bounds:
+    """The interval of d in which neither clamp, nor the range of exp, changes anything."""
+    low, high = value_bounds(estimator, clamp_value)
+    c = LARGEST if clamp_log_ratio is None else clamp_log_ratio
+    return max(low, -c), min(high, c)
+
+
 def value_bounds(estimator: str, clamp: float | None) -> Bounds:
     """The d at which the estimator reaches ± clamp; without one, where it would leave float32.
 

@@ -7,7 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from klamp.errors import ConfigError, DataError
-from klamp.objective.logratio import widen
+from klamp.objective.logratio import LARGEST, widen
 from klamp.types import PerToken
 
 Vocabulary = Float[Tensor, "B T V"]
@@ -42,20 +42,27 @@ class _ExactKL(torch.autograd.Function):
         return torch.cat(rows) if rows else widen(logp).sum(-1)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         logp, ref = ctx.saved_tensors
-        by_logp, by_ref = torch.empty_like(logp), torch.empty_like(ref)
+        by_logp, by_ref = (
+            torch.empty_like(x) if needed else None
+            for x, needed in zip((logp, ref), ctx.needs_input_grad, strict=False)
+        )
         for i in range(0, len(logp), ctx.chunk):
             rows = slice(i, i + ctx.chunk)
             p, d = _terms(logp[rows], ref[rows])
-            weighted = p * grads[0][rows, None]
-            by_logp[rows] = weighted * (d + 1.0)  # ∂/∂log π of π · (log π − log ref)
-            by_ref[rows] = -weighted
+            grad = grads[0][rows, None]
+            # Where nothing is asked for, NaN and inf must not come back as 0 · inf.
+            weighted = torch.where(grad == 0, 0.0, p * grad)
+            if by_logp is not None:  # ∂/∂log π of π · (log π − log ref)
+                by_logp[rows] = torch.where(grad == 0, 0.0, weighted * (d + 1.0))
+            if by_ref is not None:
+                by_ref[rows] = -weighted
         return by_logp, by_ref, None
 
 
 def _terms(logp: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
-    """π and log π − log ref, with 0 · anything = 0 where π is 0."""
+    """π and log π − log ref, with 0 · anything = 0 where π is 0; bounded where ref is 0."""
     logp, ref = widen(logp), widen(ref)
     p = logp.exp()
-    return p, torch.where(p > 0, logp - ref, 0.0)
+    return p, torch.where(p > 0, logp - ref, 0.0).clamp(-LARGEST, LARGEST)

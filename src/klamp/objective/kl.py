@@ -20,12 +20,12 @@ from klamp.errors import ConfigError, DataError
 from klamp.objective.active import later, layout
 from klamp.objective.control import AdaptiveKL, Control, FixedKL, PIControl
 from klamp.objective.estimators import ESTIMATORS as ESTIMATORS
-from klamp.objective.estimators import OF_LOG_RATIO, value_bounds
-from klamp.objective.estimators import absolute as absolute
+from klamp.objective.estimators import OF_LOG_RATIO, clamp_bounds
 from klamp.objective.estimators import k1 as k1
 from klamp.objective.estimators import k2 as k2
 from klamp.objective.estimators import k3 as k3
 from klamp.objective.estimators import k3_reversed as k3_reversed
+from klamp.objective.exact import exact_kl as exact_kl
 from klamp.objective.groups import leave_one_out_by_rank
 from klamp.objective.logratio import (
     LARGEST,
@@ -53,11 +53,24 @@ CHOICES: dict[str, tuple[str | None, ...]] = {
 }
 
 
+NO_REFERENCE = (
+    "the objective has a KL term but Batch.ref_logprobs is None; give the reference's log-probs, "
+    "or use an Objective with kl=None"
+)
+NO_EXACT_KL = (
+    "KLTerm(estimator='exact') needs exact_kl, got None; give Batch.exact_kl to prepare and "
+    "exact_kl= to loss (klamp.objective.exact.exact_kl makes it)"
+)
+
+
 class KLTokens(NamedTuple):
     """What the KL term makes of each token: 0 and False where masked."""
 
     term: PerToken
     clamped: TokenMask
+    """The value's clamp changed it."""
+    bounded: TokenMask
+    """The gradient's coefficient was bounded: its d, its sum to come or its prefix weight."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,16 +83,15 @@ class KLTerm:
     """``value``: autograd through the estimator, as upstream does. ``token``: cₜ = dₜ, exact for
     each token's conditional KL. ``sequence``: exact for the KL of the whole response."""
     weighting: str | None = None
-    """``importance`` corrects for samples of the old policy: by the prefix product of ratios in
-    the token and sequence forms (detached); by the token's own ratio, with its gradient, in the
-    value form (open-instruct's fourth estimator, DeepSeek's corrected k3)."""
+    """``importance`` corrects for samples of the old policy: by the prefix product of ratios in the
+    token and sequence forms (detached); by the token's own, with its gradient, in ``value``."""
     clamp_log_ratio: float | None = None
     """d is clamped to ± this, before anything is made of it."""
     clamp_value: float | None = None
     """The estimator is clamped to ± this; done as the equivalent clamp of d, before the exp."""
     clamp_gradient: str = "zero"
-    """``zero``: a clamped token has no gradient, as upstream. ``pass``: it has the derivative at
-    the clamp's edge; in the token and sequence forms, the clamped d as its coefficient."""
+    """``zero``: a clamped token has no gradient, as upstream. ``pass``: that of the clamp's edge;
+    in the token and sequence forms, the clamped d as its coefficient."""
     clamp_to_come: float | None = None
     """Bounds ∑_{t'>t} k3ₜ' − bₜ of the sequence form."""
     where: str = "loss"
@@ -94,17 +106,22 @@ class KLTerm:
     """Allow ``gradient="sequence"`` with ``reduction="sequence_mean"``, which is another
     objective: with a share that depends on the own length the baseline is biased."""
     bounds: dict[str, Bounds] = field(init=False, repr=False, compare=False)
-    """For each estimator the interval of d in which neither clamp nor exp changes anything."""
+    """For each estimator, and the gradient's coefficient, the interval of d that is left as is."""
 
     def __post_init__(self) -> None:
         if self.weighting == "none":  # as a YAML file spells it
             object.__setattr__(self, "weighting", None)
         require_choice(self, **CHOICES)
-        clamps = ("clamp_log_ratio", "clamp_value", "clamp_to_come")
-        require_number(self, *clamps, above=0.0, optional=True)
+        require_number(self, "clamp_log_ratio", "clamp_value", above=0.0, optional=True)
+        require_number(self, "clamp_to_come", above=0.0, optional=True)
         require_kind(self, control=(FixedKL, AdaptiveKL, PIControl), accept_length_bias=(bool,))
         self._check_pairs()
-        object.__setattr__(self, "bounds", {e: self._bounds_of(e) for e in ESTIMATORS})
+        clamps = (self.clamp_log_ratio, self.clamp_value)
+        bounds = {e: clamp_bounds(e, *clamps) for e in ESTIMATORS}
+        # The user's clamps alone: that a value would overflow is no reason to let go of a token.
+        own = self.clamp_value is not None and self.estimator != "exact"
+        bounds["coefficient"] = clamp_bounds(self.estimator if own else "k1", *clamps)
+        object.__setattr__(self, "bounds", bounds)
 
     def _check_pairs(self) -> None:
         if self.where == "reward" and (self.gradient != "value" or self.weighting is not None):
@@ -114,14 +131,9 @@ class KLTerm:
             )
         if self.estimator == "exact" and self.gradient == "value" and self.weighting:
             raise ConfigError(
-                "KLTerm(estimator='exact', gradient='value') has no sampled token to weigh, got "
-                "weighting='importance'; use gradient='token' or 'sequence'"
+                "KLTerm(estimator='exact', gradient='value') has no sampled token to weigh by "
+                "'importance'; use gradient='token' or 'sequence'"
             )
-
-    def _bounds_of(self, estimator: str) -> Bounds:
-        low, high = value_bounds(estimator, self.clamp_value)
-        c = LARGEST if self.clamp_log_ratio is None else self.clamp_log_ratio
-        return max(low, -c), min(high, c)
 
     @property
     def watched(self) -> str:
@@ -154,43 +166,45 @@ class KLTerm:
     ) -> KLTokens:
         """The term of each token under the current policy: the value, with the chosen gradient."""
         logprobs = widen(logprobs)
-        value, clamped = self._value(self.estimator, logprobs, batch, mask, exact_kl)
+        value, clamped, _ = self._value(self.estimator, logprobs, batch, mask, exact_kl)
         old = batch.old_logprobs
         if self.gradient == "value":
             weight = own_ratio(logprobs, old, mask) if self.weighting else 1.0
-            return KLTokens(value * weight, clamped)
+            return KLTokens(value * weight, clamped, clamped)
         weights = prefix_ratios(logprobs, old, batch.mask) if self.weighting else NO_WEIGHTS
+        bounded = mask & weights.clamped
         if self.estimator == "exact":  # its own gradient is already that of the token's KL
             term, coef = weights.before * value, torch.zeros_like(value)
         else:
-            d = self._log_ratio(self.estimator, logprobs, batch, mask).value
-            now = d if self.clamp_gradient == "pass" else torch.where(clamped, 0.0, d)
+            d, far = self._log_ratio("coefficient", logprobs, batch, mask)
+            now = d if self.clamp_gradient == "pass" else torch.where(far, 0.0, d)
             term, coef = (weights.through * value).detach(), weights.through * now
+            bounded = bounded | far
         if self.gradient == "sequence":
-            coef = coef + self._to_come_now(to_come, weights, logprobs, batch, exact_kl)
+            ahead = self._to_come_now(to_come, weights, logprobs, batch, exact_kl)
+            at_limit = ahead.abs() >= (self.clamp_to_come or LARGEST)
+            coef, bounded = coef + ahead, bounded | (mask & at_limit)
         pull = coef.detach() * straight_through(torch.where(mask, logprobs, 0.0))
-        return KLTokens(term + pull, clamped)
+        return KLTokens(term + pull, clamped, bounded)
 
     def _to_come_now(
         self,
-        given: PerToken | None,
+        prepared: PerToken | None,
         weights: PrefixRatios,
         logprobs: PerToken,
         batch: Batch,
         exact_kl: PerToken | None,
     ) -> PerToken:
-        """The given sums, or the current policy's; with weights, around the same baseline.
-
-        Over all tokens of the response: one that a filter took out of the loss is still to come.
-        """
-        if given is not None:
-            given = torch.where(batch.mask, given, 0.0)
-        if given is not None and self.weighting is None:
-            return self._bounded(given)
+        """The prepared sums, or the current policy's; with weights, around the same baseline."""
+        # Over the whole response: a token that a filter took out of the loss is still to come.
+        if prepared is not None:
+            prepared = torch.where(batch.mask, prepared, 0.0)
+        if prepared is not None and self.weighting is None:
+            return self._bounded(prepared)
         weight = weights.before if self.estimator == "exact" else weights.through
         sums = later(weight * self._ahead(logprobs, batch, exact_kl), batch.mask)
-        if given is not None:
-            baseline = self._later_at_old(batch) - given
+        if prepared is not None:
+            baseline = self._later_at_old(batch) - prepared
             sums = sums - weights.through * baseline
         return self._bounded(sums)
 
@@ -213,35 +227,24 @@ class KLTerm:
         if estimator == "exact":
             return self._exact(exact_kl, mask)
         d, clamped = self._log_ratio(estimator, logprobs, batch, mask)
-        return KLTokens(OF_LOG_RATIO[estimator](d), clamped)
+        return KLTokens(OF_LOG_RATIO[estimator](d), clamped, clamped)
 
     def _log_ratio(
         self, estimator: str, logprobs: PerToken, batch: Batch, mask: TokenMask
     ) -> LogRatio:
-        if batch.ref_logprobs is None:
-            raise DataError(
-                "the objective has a KL term but Batch.ref_logprobs is None; give the "
-                "reference's log-probs, or use an Objective with kl=None"
-            )
-        return log_ratio(
-            logprobs,
-            batch.ref_logprobs,
-            mask,
-            bounds=self.bounds[estimator],
-            gradient=self.clamp_gradient,
-        )
+        if (ref := batch.ref_logprobs) is None:
+            raise DataError(NO_REFERENCE)
+        bounds, gradient = self.bounds[estimator], self.clamp_gradient
+        return log_ratio(logprobs, ref, mask, bounds=bounds, gradient=gradient)
 
     def _exact(self, exact_kl: PerToken | None, mask: TokenMask) -> KLTokens:
         if exact_kl is None:
-            raise DataError(
-                "KLTerm(estimator='exact') needs exact_kl, got None; give Batch.exact_kl to "
-                "prepare and exact_kl= to loss (klamp.objective.exact.exact_kl makes it)"
-            )
+            raise DataError(NO_EXACT_KL)
         limit = LARGEST if self.clamp_value is None else self.clamp_value
         zero = torch.zeros_like(exact_kl)
-        return KLTokens(
-            *log_ratio(exact_kl, zero, mask, bounds=(-limit, limit), gradient=self.clamp_gradient)
-        )
+        kept = log_ratio(exact_kl, zero, mask, bounds=(-limit, limit), gradient=self.clamp_gradient)
+        return KLTokens(kept.value, kept.clamped, kept.clamped)
 
     def _bounded(self, x: PerToken) -> PerToken:
-        return x if self.clamp_to_come is None else x.clamp(-self.clamp_to_come, self.clamp_to_come)
+        limit = self.clamp_to_come or LARGEST
+        return x.clamp(-limit, limit)

@@ -14,10 +14,14 @@ from klamp.types import PerToken, TokenMask
 
 EXP_LIMIT = 80.0
 """e⁸⁰ ≈ 5.5e34: a sum of thousands of them is still a float32."""
+FLOAT32_LIMIT = 88.0
+"""As far as exp goes in float32, for what upstream leaves unclamped."""
 EXCESS_LIMIT = 60.0
 """e⁶⁰ times an importance weight of e²⁰ is no more than that."""
 RATIO_LIMIT = 20.0
-"""What log π/π_old is clamped to in every surrogate: e²⁰ ≈ 4.9e8."""
+"""What log π/π_old is clamped to in every surrogate."""
+LARGEST_RATIO = 485165195.4
+"""e²⁰."""
 LARGEST = 1e15
 """No log-prob or log-ratio counts for more; its square is still a float32."""
 
@@ -71,9 +75,10 @@ class PrefixRatios(NamedTuple):
 
     through: Tensor | float
     before: Tensor | float
+    clamped: Tensor | bool
 
 
-NO_WEIGHTS = PrefixRatios(1.0, 1.0)
+NO_WEIGHTS = PrefixRatios(1.0, 1.0, False)
 
 
 def prefix_ratios(logprobs: PerToken, old_logprobs: PerToken, mask: TokenMask) -> PrefixRatios:
@@ -81,12 +86,14 @@ def prefix_ratios(logprobs: PerToken, old_logprobs: PerToken, mask: TokenMask) -
     step = log_ratio(logprobs.detach(), old_logprobs, mask).value
     through = step.cumsum(dim=1)
     before = torch.nn.functional.pad(through, (1, 0))[:, :-1]  # shifted, not subtracted: exact
-    bounded = [x.clamp(-RATIO_LIMIT, RATIO_LIMIT) for x in (through, before)]
-    return PrefixRatios(*map(ratio, bounded))
+    through_ratio, before_ratio = (
+        ratio(x.clamp(-RATIO_LIMIT, RATIO_LIMIT)) for x in (through, before)
+    )
+    return PrefixRatios(through_ratio, before_ratio, through.abs() > RATIO_LIMIT)
 
 
 def excess(log_r: Tensor, limit: float = EXCESS_LIMIT) -> Tensor:
-    """eˣ − 1 − x: what exp adds to its tangent at 0; never negative, exact near 0."""
+    """eˣ − 1 − x: what exp adds to its tangent at 0; expm1 keeps it from vanishing near 0."""
     x = log_r.clamp(-LARGEST, limit)
     return torch.expm1(x) - x
 
@@ -95,6 +102,12 @@ def straight_through(x: Tensor) -> Tensor:
     """x − sg(x): worth 0, with the gradient of x (none past ±1e15: inf − inf would be NaN)."""
     x = x.clamp(-LARGEST, LARGEST)
     return x - x.detach()
+
+
+def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in a narrower dtype, saturated where it does not fit; the gradient is x's all the same."""
+    limit = torch.finfo(dtype).max
+    return x.detach().clamp(-limit, limit).to(dtype) + (x - x.detach()).to(dtype)
 
 
 def widen(x: Tensor) -> Tensor:

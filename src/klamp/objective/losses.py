@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from klamp.errors import ConfigError
+from klamp.errors import DataError
 from klamp.objective.logratio import LARGEST, RATIO_LIMIT, log_ratio, ratio, widen
 from klamp.objective.moments import wide_dtype
 from klamp.objective.settings import require_choice, require_number
@@ -168,7 +168,7 @@ class ValueLoss:
         clipped = torch.zeros_like(mask)
         if self.clip is not None:
             if old_values is None:
-                raise ConfigError(
+                raise DataError(
                     "ValueLoss.clip needs Batch.values to clip around, got None; give the old "
                     "values, or set clip=None"
                 )

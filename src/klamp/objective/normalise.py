@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from klamp.errors import ConfigError, DataError
+from klamp.errors import ConfigError
 from klamp.objective.groups import group_moments, grouped, refuse_groups_of_one
 from klamp.objective.moments import Moments, SegmentMoments, moments, plain, segment_moments
 from klamp.objective.settings import require_choice, require_number
@@ -14,7 +14,6 @@ from klamp.objective.stage import Staged
 from klamp.types import ALONE, Batch, PerSequence, Workers
 
 LEVELS = ("batch", "group", "running", None)
-MAX_DOMAINS = 4096
 
 Running = tuple[tuple[int, Moments], ...]
 """Moments of every score so far, one entry per domain; domain 0 where the batch has none."""
@@ -153,12 +152,13 @@ def updated(
     memory: Running, scores: PerSequence, domains: Tensor | None, workers: Workers
 ) -> Running:
     """The running moments after this batch, on all workers."""
-    segment = _segments(scores, domains)
-    largest = segment.max() if len(segment) else segment.new_tensor(0)
-    n = int(workers.max(largest)) + 1
-    seen = segment_moments(scores, ~scores.isnan(), segment, n, workers).each()
+    ids = all_ids(_domains(scores, domains), workers)
+    segment = torch.searchsorted(
+        scores.new_tensor(ids, dtype=torch.long), _domains(scores, domains)
+    )
+    seen = segment_moments(scores, ~scores.isnan(), segment, len(ids), workers).each()
     merged = dict(memory)
-    for domain, m in enumerate(seen):
+    for domain, m in zip(ids, seen, strict=True):
         if m.count:
             merged[domain] = merged.get(domain, Moments()).merged(m)
     return tuple(sorted(merged.items()))
@@ -168,23 +168,30 @@ def running_statistics(
     memory: Running, scores: PerSequence, domains: Tensor | None, ddof: int
 ) -> RowStatistics:
     """The running moments of each row's domain."""
-    segment = _segments(scores, domains)
-    known = dict(memory)
-    size = max(known, default=0) + 1
-    table = [known.get(d, Moments()) for d in range(size)]
-    rows = scores.new_tensor([[m.count, m.mean, m.m2] for m in table])
-    # A domain without any score yet has only missing ones here: its statistics are never used.
-    return row_statistics(SegmentMoments(*rows.unbind(1)), segment.clamp(max=size - 1), ddof)
+    here = _domains(scores, domains)
+    known = {**{int(d): Moments() for d in here.unique()}, **dict(memory)}
+    ids = sorted(known)
+    rows = scores.new_tensor([[known[d].count, known[d].mean, known[d].m2] for d in ids]).view(
+        -1, 3
+    )
+    segment = torch.searchsorted(scores.new_tensor(ids, dtype=torch.long), here)
+    return row_statistics(SegmentMoments(*rows.unbind(1)), segment, ddof)
 
 
-def _segments(scores: PerSequence, domains: Tensor | None) -> Tensor:
+def all_ids(ids: Tensor, workers: Workers) -> list[int]:
+    """The distinct ids of all workers in order: the largest that is left, until none is."""
+    left, found = sorted({int(i) for i in ids.unique()}), list[int]()
+    nothing = torch.iinfo(torch.long).min
+    while True:
+        top = left[-1] if left else nothing
+        top = int(workers.max(torch.tensor(top, device=ids.device)))
+        if top == nothing:
+            return found[::-1]
+        found.append(top)
+        left = [i for i in left if i < top]
+
+
+def _domains(scores: PerSequence, domains: Tensor | None) -> Tensor:
     if domains is None:
         return torch.zeros(len(scores), dtype=torch.long, device=scores.device)
-    wrong = (domains < 0) | (domains >= MAX_DOMAINS)
-    if wrong.any():
-        row = int(wrong.nonzero()[0])
-        raise DataError(
-            f"Batch.domains is {int(domains[row])} at row {row}; number the domains "
-            f"0, 1, 2, … below {MAX_DOMAINS}"
-        )
     return domains.to(scores.device, torch.long)

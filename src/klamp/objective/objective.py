@@ -74,6 +74,7 @@ class Objective:
     """A NaN score: ``drop`` (out of the statistics, advantage 0, counted), or ``refuse``."""
 
     def __post_init__(self) -> None:
+        require_kind(self, stages=(tuple, list))
         object.__setattr__(self, "stages", tuple(self.stages))
         require_choice(self, reduction=tuple(reduce.REDUCTIONS), missing_scores=("drop", "refuse"))
         require_number(self, "entropy_coef", optional=True)
@@ -115,6 +116,7 @@ class Objective:
         self, batch: Batch, state: ObjectiveState, workers: Workers = ALONE
     ) -> tuple[Targets, ObjectiveState]:
         """Turn what was observed into what to train towards, and move the controller by it."""
+        steps.require_own_state(self.kl, len(self.stages), state)
         steps.require_active_token(batch, workers)
         raw = steps.raw_scores(batch, self.missing_scores)
         shaped = steps.run_stages(self.stages, raw, batch, state.stages, workers)

@@ -56,7 +56,7 @@ class CorrectedTokens(NamedTuple):
 
 
 def raw_scores(batch: Batch, policy: str) -> PerSequence:
-    """The scores in float64, NaN where there is none (or where the row has no token)."""
+    """The scores in float64, NaN where there is none."""
     scores = wide(batch.scores)
     scores = torch.where(scores.isinf(), torch.nan, scores)
     if policy == "refuse" and scores.isnan().any():
@@ -77,6 +77,16 @@ def require_active_token(batch: Batch, workers: Workers) -> None:
         )
 
 
+def require_own_state(kl: KLTerm | None, stages: int, state: ObjectiveState) -> None:
+    """A state of another objective would drop a memory, or switch the KL off, in silence."""
+    if len(state.stages) != stages or (state.control is None) != (kl is None):
+        raise DataError(
+            f"the state has {len(state.stages)} stage memories and control={state.control} but "
+            f"the objective has {stages} stages and {'no' if kl is None else 'a'} KL term; use the "
+            "state of this objective's own init()"
+        )
+
+
 def run_stages(
     stages: tuple[ScoreStage, ...],
     raw: PerSequence,
@@ -85,11 +95,6 @@ def run_stages(
     workers: Workers,
 ) -> Shaped:
     """Each stage on what the one before it returned."""
-    if len(memories) != len(stages):
-        raise DataError(
-            f"the state has {len(memories)} stage memories but the objective has {len(stages)} "
-            "stages; use the state of this objective's own init()"
-        )
     batch = beside(batch, raw)
     scores, moved = raw, list[Any]()
     metrics: dict[str, Metric] = {}

@@ -84,6 +84,7 @@ class PenaliseOverlong:
     factor: float = 1.0
 
     def __post_init__(self) -> None:
+        require_kind(self, max_length=(int,), buffer=(int,))
         if not 0 < self.buffer <= self.max_length:
             raise ConfigError(
                 f"PenaliseOverlong needs 0 < buffer <= max_length, got buffer={self.buffer} "

@@ -17,20 +17,28 @@ CHUNK_TOKENS = 1 << 18  # what is worked on at a time: it stays in the processor
 
 
 def discounted_sums(x: PerToken, decay: float, out: PerToken | None = None) -> PerToken:
-    """yₜ = ∑_{s≥t} decay^{s−t} xₛ along each row."""
+    """yₜ = ∑_{s≥t} decay^{s−t} xₛ along each row, in x's precision whatever matmul's is set to."""
+    if x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest":
+        sums = discounted_sums(x.double(), decay).float()
+        return sums if out is None else out.copy_(sums)
+    with torch.autocast(x.device.type, enabled=False):
+        return _sums(x, decay, out)
+
+
+def _sums(x: PerToken, decay: float, out: PerToken | None) -> PerToken:
     rows, length = x.shape
     if length <= BLOCK:
         return torch.mm(x, powers(length, decay, x.dtype, x.device), out=out)
     if length % BLOCK:
         padded = torch.nn.functional.pad(x, (0, BLOCK - length % BLOCK))
-        sums = discounted_sums(padded, decay)[:, :length]
+        sums = _sums(padded, decay, None)[:, :length]
         return sums if out is None else out.copy_(sums)
     out = x.new_empty(x.shape) if out is None else out
     block = powers(BLOCK, decay, x.dtype, x.device)
     torch.mm(x.reshape(-1, BLOCK), block, out=out.view(-1, BLOCK))
     inside = out.view(rows, -1, BLOCK)
     # Each place also gets the next block's first sum, times decay^{distance to it}.
-    first = discounted_sums(inside[:, :, 0].contiguous(), decay**BLOCK)
+    first = _sums(inside[:, :, 0].contiguous(), decay**BLOCK, None)
     inside[:, :-1].addcmul_(first[:, 1:, None], block[-1] * decay)
     return out
 

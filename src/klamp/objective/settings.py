@@ -25,10 +25,8 @@ def require_kind(owner: object, **kinds: tuple[type | None, ...]) -> None:
         if value is None and None in known:
             continue
         if not isinstance(value, tuple(k for k in known if k is not None)):
-            names = ", ".join("None" if k is None else k.__name__ for k in known)
-            raise ConfigError(
-                f"{type(owner).__name__}.{name} must be one of {names}, got {value!r}"
-            )
+            names = " or ".join("None" if k is None else k.__name__ for k in known)
+            raise ConfigError(f"{type(owner).__name__}.{name} must be {names}, got {value!r}")
 
 
 def require_number(

@@ -6,7 +6,7 @@ import torch
 
 from klamp.errors import DataError
 from klamp.objective.kl import KLTerm
-from klamp.objective.logratio import excess, log_ratio, widen
+from klamp.objective.logratio import excess, log_ratio, narrow, widen
 from klamp.objective.losses import Surrogate, ValueLoss
 from klamp.objective.metrics import Metric, count_of, max_of, mean_of, min_of, total_of
 from klamp.objective.reduce import weighted_sum
@@ -31,7 +31,8 @@ def policy_term(
     """∑ share · correction · surrogate."""
     old = batch.old_logprobs
     advantages = torch.where(active, targets.advantages, 0.0)
-    policy = surrogate(logprobs, old, advantages, active)
+    # A sequence's ratio is that of all its tokens, also of those that have no share here.
+    policy = surrogate(logprobs, old, advantages, targets.mask)
     loss = weighted_sum(policy.loss * torch.where(active, targets.corrections, 0.0), shares)
     clipped = policy.clipped_low | policy.clipped_high
     # Samples are the old policy's, so excess(log π/π_old) is k3 of KL(π_old ‖ π).
@@ -74,6 +75,7 @@ def kl_term(
             "actor/kl_loss": total_of(loss),
             "actor/kl": mean_of(tokens.term, active),
             "actor/kl_clamp_frac": mean_of(tokens.clamped, active),
+            "actor/kl_coef_clamp_frac": mean_of(tokens.bounded, active),
         },
     )
 
@@ -101,7 +103,7 @@ def value_term(
     active: TokenMask,
     shares: PerToken,
 ) -> Term:
-    """∑ share · value loss, in float64: the square of a large error is no reason to overflow."""
+    """∑ share · value loss, summed in float64: a large error squared is no reason to overflow."""
     if values is None or targets.returns is None:
         missing = "values" if values is None else "targets.returns"
         raise DataError(
@@ -110,7 +112,7 @@ def value_term(
         )
     check_shape("values", values, batch)
     tokens = value_loss(values, batch.values, targets.returns, active)
-    loss = weighted_sum(tokens.loss, shares.to(tokens.loss))
+    loss = narrow(weighted_sum(tokens.loss, shares.to(tokens.loss)), widen(values).dtype)
     return Term(
         loss,
         {

@@ -23,7 +23,7 @@ class ObservedKL(NamedTuple):
 
 def observe_kl(term: KLTerm, batch: Batch, workers: Workers) -> ObservedKL:
     """The KL of the old policy over all workers, in every unit (one packed sum)."""
-    tokens, clamped = term.value(term.estimator, batch, batch.mask)
+    tokens, clamped, _ = term.value(term.estimator, batch, batch.mask)
     seen = (
         tokens if term.watched == term.estimator else term.value(term.watched, batch, batch.mask)[0]
     )

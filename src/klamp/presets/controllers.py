@@ -1,5 +1,7 @@
 """Upstream's KL controllers, which remember in place what ours return."""
 
+from typing import SupportsFloat
+
 from klamp.objective.control import controller
 
 
@@ -15,7 +17,7 @@ class AdaptiveKLController:
         """β."""
         return self.state.coef
 
-    def update(self, current: float, n_steps: int) -> None:
+    def update(self, current: SupportsFloat, n_steps: int) -> None:
         """Move β by the KL that n_steps sequences showed."""
         self.state = self.control.update(self.state, float(current), n_steps)
 
@@ -26,5 +28,5 @@ class FixedKLController:
     def __init__(self, kl_coef: float) -> None:
         self.value = kl_coef
 
-    def update(self, current: float, n_steps: int) -> None:
+    def update(self, current: SupportsFloat, n_steps: int) -> None:
         """Nothing moves."""

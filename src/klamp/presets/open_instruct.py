@@ -12,15 +12,23 @@ from klamp.errors import ConfigError
 from klamp.objective.advantages import Advantage, Returns
 from klamp.objective.control import FixedKL
 from klamp.objective.correction import Correction
-from klamp.objective.estimators import OF_LOG_RATIO
 from klamp.objective.kl import KLTerm
-from klamp.objective.logratio import EXP_LIMIT, RATIO_LIMIT, log_ratio, ratio
+from klamp.objective.logratio import (
+    EXP_LIMIT,
+    FLOAT32_LIMIT,
+    RATIO_LIMIT,
+    excess,
+    log_ratio,
+    ratio,
+)
 from klamp.objective.losses import CISPO, ClippedSurrogate, Surrogate
 from klamp.objective.objective import Objective
 from klamp.objective.rewards import NormaliseScores
+from klamp.objective.settings import is_finite
 from klamp.types import PerToken
 
 ESTIMATORS = ("k1", "k2", "k3", "k1")  # model_utils.py estimate_kl; index 3 is ratio · k1
+RHO_CLAMP, LARGEST_RHO = 10.0, 22026.5  # grpo_utils.py: log π_old/μ is clamped to ±10; e¹⁰
 KL_CLAMP = 40.0  # grpo_utils.py: (new_logprobs - ref_logprobs).clamp(-40, 40)
 
 
@@ -45,9 +53,10 @@ def objective(
     A number as ``loss_denominator`` is a length per sequence here; upstream divides the sum over
     the whole step by it, which makes the gradient grow with the number of samples.
     """
-    if kl_estimator not in range(4):
-        raise ConfigError(f"kl_estimator must be 0, 1, 2 or 3, got {kl_estimator!r}")
+    _check_estimator(kl_estimator)
     token = loss_denominator == "token"
+    if not token and not is_finite(loss_denominator):
+        raise ConfigError(f"loss_denominator must be 'token' or a number, got {loss_denominator!r}")
     return Objective(
         stages=(_normalise(advantage_normalization_type),),
         kl=KLTerm(
@@ -71,6 +80,11 @@ def objective(
     )
 
 
+def _check_estimator(kl_estimator: int) -> None:
+    if kl_estimator not in range(4):
+        raise ConfigError(f"kl_estimator must be 0, 1, 2 or 3, got {kl_estimator!r}")
+
+
 def _normalise(kind: str) -> NormaliseScores:
     """data_loader.py: scores − mean, over std (numpy's, ddof 0) + 1e-8 for ``standard``."""
     if kind not in ("centered", "standard"):
@@ -91,18 +105,29 @@ def _surrogate(loss_fn: str, low: float, high: float, clamp: float = RATIO_LIMIT
 
 
 def _rho(clamp: tuple[float, float], mask: tuple[float, float], sequence: bool) -> Correction:
-    """Bounds of 0 are off, upstream's sentinel."""
-    cap = clamp[1] or 1e6
-    if not any(mask):
-        return Correction(level="token", action="truncate", low=clamp[0], high=cap)
+    """grpo_utils.py: the log-ratio clamped to ±10; bounds of 0 are off, upstream's sentinel."""
     level = "sequence" if sequence else "token"
-    return Correction(level=level, action="mask", low=mask[0], high=mask[1] or 1e6, cap=cap)
+    cap = clamp[1] or LARGEST_RHO
+    if not any(mask):
+        return Correction(
+            level=level, action="truncate", low=clamp[0], high=cap, clamp_log_ratio=RHO_CLAMP
+        )
+    return Correction(
+        level=level,
+        action="mask",
+        low=mask[0],
+        high=mask[1] or LARGEST_RHO,
+        floor=clamp[0],
+        cap=cap,
+        weight=level,
+        clamp_log_ratio=RHO_CLAMP,
+    )
 
 
 def estimate_kl(ref_logprobs_diff: PerToken, ratio: PerToken) -> Float[Tensor, "4 B T"]:
     """d, d²/2, e⁻ᵈ − 1 + d, ratio · d, stacked (model_utils.py)."""
     d = ref_logprobs_diff
-    return torch.stack([*(OF_LOG_RATIO[name](d) for name in ESTIMATORS[:3]), ratio * d])
+    return torch.stack([d, 0.5 * d.square(), excess(-d, limit=FLOAT32_LIMIT), ratio * d])
 
 
 def grpo_loss(
@@ -117,6 +142,7 @@ def grpo_loss(
     clip_higher: float = 0.272,
 ) -> tuple[PerToken, PerToken, PerToken]:
     """(policy loss, 1 where clipped, KL) of each token (grpo_utils.py)."""
+    _check_estimator(kl_estimator)
     everywhere = torch.ones_like(logprobs, dtype=torch.bool)
     # As far as float32 goes: upstream has no clamp here.
     surrogate = _surrogate(loss_fn, clip_lower, clip_higher, clamp=EXP_LIMIT)

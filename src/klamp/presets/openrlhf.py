@@ -2,25 +2,20 @@
 
 Settings are the command line's, without their prefix: ``--algo.kl.init_coef`` is ``kl_init_coef``.
 Citations name files under ``openrlhf/``. Where upstream averages the KL per token beside a policy
-loss per sample (gspo), this preset averages both per sample.
+loss per sample (gspo), this preset averages both per sample; gspo with the sampler's log-probs in
+its ratio is not offered.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import torch
-from torch import Tensor
 
 from klamp.errors import ConfigError
 from klamp.objective import losses
-from klamp.objective.active import place_on_last
-from klamp.objective.advantages import GAE, Advantage, Returns, Whiten, gae, returns_to_go
+from klamp.objective.advantages import GAE, Advantage, Returns, Whiten
 from klamp.objective.control import controller
 from klamp.objective.correction import Correction
-from klamp.objective.estimators import clamped_estimate
 from klamp.objective.kl import KLTerm
+from klamp.objective.logratio import LARGEST_RATIO
 from klamp.objective.objective import Objective
-from klamp.objective.reduce import shares, weighted_sum
 from klamp.objective.rewards import (
     ClipScores,
     NormaliseScores,
@@ -29,11 +24,18 @@ from klamp.objective.rewards import (
     ScoreStage,
     SubtractOthersMean,
 )
+from klamp.objective.settings import is_finite
 from klamp.presets.controllers import AdaptiveKLController as AdaptiveKLController
 from klamp.presets.controllers import FixedKLController as FixedKLController
-from klamp.types import PerSequence, PerToken, Scalar
-
-KL_CLAMP = 10.0  # models/utils.py compute_approx_kl: clamp(min=-10, max=10)
+from klamp.presets.openrlhf_functions import KL_CLAMP, is_gspo
+from klamp.presets.openrlhf_functions import PolicyLoss as PolicyLoss
+from klamp.presets.openrlhf_functions import ValueLoss as ValueLoss
+from klamp.presets.openrlhf_functions import compute_approx_kl as compute_approx_kl
+from klamp.presets.openrlhf_functions import compute_reward as compute_reward
+from klamp.presets.openrlhf_functions import (
+    get_advantages_and_returns as get_advantages_and_returns,
+)
+from klamp.presets.openrlhf_functions import get_cumulative_returns as get_cumulative_returns
 
 SHAPING: dict[str, tuple[ScoreStage, ...]] = {  # trainer/ppo_utils/experience_maker.py
     "gae": (),
@@ -75,8 +77,18 @@ def objective(
     """PPO by default; ``estimator`` is upstream's advantage estimator."""
     if estimator not in SHAPING:
         raise ConfigError(f"estimator must be one of {', '.join(SHAPING)}, got {estimator!r}")
-    if policy_loss_type not in ("ppo", "gspo"):
-        raise ConfigError(f"policy_loss_type must be ppo or gspo, got {policy_loss_type!r}")
+    grouped = estimator not in ("gae", "reinforce")
+    gspo = is_gspo(policy_loss_type)
+    if grouped and gamma != 1.0:  # ppo_trainer.py overwrites it with 1
+        raise ConfigError(f"estimator={estimator!r} needs gamma=1, got gamma={gamma}")
+    if gspo and is_correction_enable:  # models/loss.py: then the ratio is to the sampler
+        raise ConfigError("policy_loss_type='gspo' with is_correction_enable=True is not offered")
+    for name, pair in (
+        ("eps_clip_low_high", eps_clip_low_high),
+        ("reward_clip_range", reward_clip_range),
+        ("is_correction_threshold", is_correction_threshold),
+    ):
+        _check_pair(name, pair)
     stages = list[ScoreStage]()
     if overlong_buffer_len is not None:  # ppo_utils/length_penalty.py, before any shaping
         stages.append(
@@ -92,8 +104,6 @@ def objective(
     if reward_clip_range is not None:  # models/utils.py compute_reward: after the shaping
         stages.append(ClipScores(low=reward_clip_range[0], high=reward_clip_range[1]))
     low, high = eps_clip_low_high or (eps_clip, eps_clip)  # cli/train_ppo_ray.py
-    grouped = estimator not in ("gae", "reinforce")  # ppo_trainer.py: then gamma is forced to 1
-    gspo = policy_loss_type == "gspo"
     return Objective(
         stages=tuple(stages),
         kl=KLTerm(
@@ -106,14 +116,14 @@ def objective(
         advantage=Advantage(
             estimator=GAE(gamma=gamma, lam=lambd)
             if estimator == "gae"
-            else Returns(gamma=1.0 if grouped else gamma),
+            else Returns(gamma=gamma),  # models/utils.py via experience_maker.py
             whiten=Whiten(ddof=0, eps=1e-8, floor=True, scale=not no_std_norm)
             if estimator in WHITENED
             else None,  # experience_maker.py: clamp(min=1e-8).rsqrt()
         ),
         correction=_correction(is_correction_type, is_correction_threshold)
-        if is_correction_enable and not gspo
-        else None,  # models/loss.py: not applied to gspo
+        if is_correction_enable
+        else None,  # models/loss.py
         surrogate=losses.ClippedSurrogate(
             low=low,
             high=high,
@@ -121,110 +131,26 @@ def objective(
             ratio="sequence" if gspo else "token",
         ),
         value_loss=losses.ValueLoss(clip=value_clip) if estimator == "gae" else None,  # loss.py
-        entropy_coef=entropy_coef,
+        entropy_coef=entropy_coef,  # cli: --actor.entropy_coef
         reduction="sequence_mean" if gspo else "token_mean",  # models/loss.py; utils/loss_utils.py
     )
 
 
+def _check_pair(name: str, pair: object) -> None:
+    numbers = isinstance(pair, Sequence) and len(pair) == 2 and all(map(is_finite, pair))
+    if pair is not None and not numbers:
+        raise ConfigError(f"{name} must be two numbers (low, high), got {pair!r}")
+
+
 def _correction(kind: str, bounds: Sequence[float]) -> Correction:
-    """models/loss.py; the weights of seq-mask-tis are clamped, as upstream's comment says."""
-    forms = {
-        "tis": ("token", "truncate"),
-        "icepop": ("token", "mask"),
-        "seq-mask-tis": ("sequence", "mask"),
-    }
-    if kind not in forms:
-        raise ConfigError(f"is_correction_type must be one of {', '.join(forms)}, got {kind!r}")
-    level, action = forms[kind]
-    return Correction(level=level, action=action, low=bounds[0], high=bounds[1])
-
-
-def compute_approx_kl(
-    log_probs: PerToken, log_probs_base: PerToken, kl_estimator: str = "k1"
-) -> PerToken:
-    """k1, k2 or k3, clamped to ±10; its gradient is finite however far the reference is."""
-    return clamped_estimate(kl_estimator, log_probs, log_probs_base, clamp_value=KL_CLAMP)
-
-
-def compute_reward(
-    r: PerSequence | float,
-    kl_coef: float,
-    kl: PerToken,
-    action_mask: Tensor | None = None,
-    reward_clip_range: Sequence[float] | None = None,
-) -> PerToken:
-    """−β·kl at every token, plus the clipped score at the last action."""
-    scores = torch.as_tensor(r, dtype=kl.dtype, device=kl.device).expand(len(kl))
-    if reward_clip_range:
-        scores = scores.clamp(min=reward_clip_range[0], max=reward_clip_range[1])
-    mask = torch.ones_like(kl, dtype=torch.bool) if action_mask is None else action_mask.bool()
-    return place_on_last(scores, mask) - max(kl_coef, 0.0) * kl
-
-
-def get_advantages_and_returns(
-    values: PerToken, rewards: PerToken, action_mask: Tensor | None, gamma: float, lambd: float
-) -> tuple[PerToken, PerToken]:
-    """GAE over all columns, with values and rewards zeroed where there was no action."""
-    v, r = (_zeroed(x, action_mask) for x in (values, rewards))
-    return gae(r, v, torch.ones_like(r, dtype=torch.bool), gamma=gamma, lam=lambd)
-
-
-def get_cumulative_returns(rewards: PerToken, action_mask: Tensor | None, gamma: float) -> PerToken:
-    """Discounted returns-to-go over all columns, rewards zeroed where there was no action."""
-    r = _zeroed(rewards, action_mask)
-    return returns_to_go(r, torch.ones_like(r, dtype=torch.bool), gamma=gamma)
-
-
-def _zeroed(x: PerToken, mask: Tensor | None) -> PerToken:
-    return x if mask is None else torch.where(mask.bool(), x, 0.0)
-
-
-@dataclass
-class PolicyLoss:
-    """models/loss.py PolicyLoss, without its parallel and correction arguments."""
-
-    clip_eps_low: float = 0.2
-    clip_eps_high: float = 0.2
-    dual_clip: float | None = None
-    token_level_loss: bool = True
-    policy_loss_type: str = "ppo"
-
-    def __call__(
-        self,
-        log_probs: PerToken,
-        old_log_probs: PerToken,
-        advantages: PerToken,
-        action_mask: Tensor,
-    ) -> tuple[Scalar, Scalar, Scalar, None]:
-        """(loss, clip ratio, −mean log-ratio, None)."""
-        mask = action_mask.bool()
-        gspo = self.policy_loss_type == "gspo"
-        policy = losses.ClippedSurrogate(
-            low=self.clip_eps_low,
-            high=self.clip_eps_high,
-            dual=self.dual_clip,
-            ratio="sequence" if gspo else "token",
-        )(log_probs, old_log_probs, advantages, mask)
-        per_token = shares(mask, reduction="token_mean")
-        per_sample = shares(mask, reduction="sequence_mean")
-        loss = weighted_sum(
-            policy.loss, per_token if self.token_level_loss and not gspo else per_sample
+    """models/loss.py; seq-mask-tis leaves the weights of what it keeps as they are."""
+    low, high = bounds
+    if kind == "tis":
+        return Correction(level="token", action="truncate", low=low, high=high)
+    if kind == "icepop":
+        return Correction(level="token", action="mask", low=low, high=high)
+    if kind == "seq-mask-tis":
+        return Correction(
+            level="sequence", action="mask", low=low, high=high, floor=0.0, cap=LARGEST_RATIO
         )
-        clipped = (policy.clipped_low | policy.clipped_high).to(per_token)
-        moved = weighted_sum((old_log_probs - log_probs).detach(), per_token)
-        return loss, weighted_sum(clipped, per_token), moved, None
-
-
-@dataclass
-class ValueLoss:
-    """models/loss.py ValueLoss."""
-
-    clip_eps: float | None = None
-
-    def __call__(
-        self, values: PerToken, old_values: PerToken, returns: PerToken, action_mask: Tensor
-    ) -> Scalar:
-        """½ · token mean of max((V_clip − R)², (V − R)²)."""
-        mask = action_mask.bool()
-        tokens = losses.ValueLoss(clip=self.clip_eps)(values, old_values, returns, mask)
-        return weighted_sum(tokens.loss, shares(mask).to(tokens.loss)).to(values.dtype)
+    raise ConfigError(f"is_correction_type must be tis, icepop or seq-mask-tis, got {kind!r}")

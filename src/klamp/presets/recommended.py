@@ -11,7 +11,7 @@ from klamp.objective.rewards import ClipScores, NormaliseScores
 
 def objective(
     *,
-    score_clip: float = 10.0,
+    score_clip: float | None = 10.0,
     kl_coef: float = 0.05,
     kl_target: float | None = 6.0,
     kl_horizon: float = 10_000,
@@ -20,13 +20,11 @@ def objective(
     sampler_ratio_high: float = 2.0,
 ) -> Objective:
     """GRPO with a KL that pulls in the right direction and a controller that holds it."""
+    # Before the statistics: one absurd score must not set the scale of its whole group.
+    clip = () if score_clip is None else (ClipScores(low=-score_clip, high=score_clip),)
     return Objective(
-        stages=(
-            # Before the statistics: one absurd score must not set the scale of its whole group.
-            ClipScores(low=-score_clip, high=score_clip),
-            # Siblings of one prompt are the cheapest baseline, and need no value function.
-            NormaliseScores(mean="group", std="group"),
-        ),
+        # Siblings of one prompt are the cheapest baseline, and need no value function.
+        stages=(*clip, NormaliseScores(mean="group", std="group")),
         kl=KLTerm(
             # Unbiased, and never negative, so that what is logged reads as a KL.
             estimator="k3",

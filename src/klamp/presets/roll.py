@@ -3,7 +3,9 @@
 Citations name files under ``roll/``. Not followed, because they depend on padding or on the cut:
 sample weights have mean 1 over the batch (upstream: the micro-batch), the value loss has the same
 denominator as the rest, masks apply in every averaging mode; statistics are the whole batch's
-(upstream: each domain's). Settings that upstream reads but never uses are not offered.
+(upstream: each domain's); entropy is averaged over the loss mask. Not offered: importance weights
+other than per token and the train-infer filters (use ``Correction``), ``error_max_len_clip``,
+``rl_loss_coef``, and settings that upstream reads but never uses.
 """
 
 from klamp.errors import ConfigError
@@ -72,9 +74,14 @@ def objective(
     ``loss_agg_mode="seq-mean-token-sum-norm"`` divides by ``response_length`` (upstream: by the
     width of the padded batch).
     """
+    _check(adv_estimator, importance_sampling, loss_agg_mode, response_length)
     if adv_estimator == "grpo":  # utils/functionals.py: grpo overwrites both types
+        if {norm_mean_type, norm_std_type} - {None, "group"}:
+            raise ConfigError(
+                f"adv_estimator='grpo' normalises by group, got norm_mean_type={norm_mean_type!r} "
+                f"norm_std_type={norm_std_type!r}; leave them None or use 'reinforce'"
+            )
         norm_mean_type, norm_std_type = "group", "group"
-    _check(adv_estimator, importance_sampling, loss_agg_mode)
     low, high = (pg_clip_low, pg_clip_high) if use_pg_clip_range else (pg_clip, pg_clip)
     reduction = REDUCTIONS[loss_agg_mode]
     return Objective(
@@ -112,13 +119,15 @@ def objective(
             ratio="sequence" if importance_sampling == "seq" else "token",  # actor_worker.py
         ),
         value_loss=ValueLoss(clip=value_clip) if adv_estimator == "gae" else None,
-        entropy_coef=entropy_loss_coef or None,  # actor_worker.py: only when > 0
+        entropy_coef=entropy_loss_coef if entropy_loss_coef > 0 else None,  # actor_worker.py
         reduction=reduction,
         constant=response_length if reduction == "constant_mean" else None,
     )
 
 
-def _check(adv_estimator: str, importance_sampling: str, loss_agg_mode: str) -> None:
+def _check(
+    adv_estimator: str, importance_sampling: str, loss_agg_mode: str, response_length: int | None
+) -> None:
     for name, value, known in (
         ("adv_estimator", adv_estimator, ("grpo", "gae", "reinforce")),
         ("importance_sampling", importance_sampling, ("token", "seq")),
@@ -126,6 +135,11 @@ def _check(adv_estimator: str, importance_sampling: str, loss_agg_mode: str) -> 
     ):
         if value not in known:
             raise ConfigError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+    if loss_agg_mode == "seq-mean-token-sum-norm" and response_length is None:
+        raise ConfigError(
+            "loss_agg_mode='seq-mean-token-sum-norm' divides by a length, got "
+            "response_length=None; give the longest response there may be"
+        )
 
 
 def _stages(mean: str | None, std: str | None, reward_clip: float | None) -> tuple[ScoreStage, ...]:

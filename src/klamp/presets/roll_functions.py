@@ -106,8 +106,8 @@ def agg_loss(
     loss_mat: PerToken,
     loss_mask: Tensor,
     loss_agg_mode: str,
-    batch_num_tokens: float | None = None,
-    global_valid_samples: float | None = None,
+    batch_num_tokens: float | Tensor | None = None,
+    global_valid_samples: float | Tensor | None = None,
     weights: PerSequence | None = None,
 ) -> Scalar:
     """A per-token loss as one number; the totals of a whole step may be given."""

@@ -12,7 +12,7 @@ from klamp.errors import ConfigError
 from klamp.objective.advantages import GAE, Advantage, Whiten, gae
 from klamp.objective.control import controller
 from klamp.objective.kl import KLTerm
-from klamp.objective.logratio import EXP_LIMIT, excess, log_ratio
+from klamp.objective.logratio import EXP_LIMIT, FLOAT32_LIMIT, excess, log_ratio, narrow
 from klamp.objective.losses import ClippedSurrogate, ValueLoss
 from klamp.objective.objective import Objective
 from klamp.objective.reduce import shares, weighted_sum
@@ -73,8 +73,10 @@ def rollout_kl(
 ) -> tuple[PerToken, Scalar, Scalar]:
     """k3_reversed of each token, its mean over all cells, and its mean sum per row."""
     d = log_ratio(logprobs, ref_logprobs, attention_mask.bool()).value
-    kl = excess(d, limit=88.0)  # as far as float32 goes: upstream has no clamp
-    return kl, kl.mean(), kl.sum(dim=1).mean()
+    limit = FLOAT32_LIMIT if d.dtype == torch.float32 else 700.0  # as far as exp goes
+    kl = excess(d, limit=limit)
+    wide = kl.double()  # where the sum leaves float32, upstream is inf
+    return kl, narrow(wide.mean(), kl.dtype), narrow(wide.sum(dim=1).mean(), kl.dtype)
 
 
 def get_advantages_and_returns(
