@@ -12,7 +12,7 @@ from torch import Tensor
 
 from klamp.types import PerToken
 
-BLOCK = 32
+BLOCK = 16
 CHUNK_TOKENS = 1 << 18  # what is worked on at a time: it stays in the processor's cache
 
 
