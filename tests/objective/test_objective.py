@@ -8,7 +8,7 @@ import torch
 from helpers import assert_close, loss_and_grads, make_batch, prefix_mask
 from klamp import presets
 from klamp.errors import ConfigError, DataError
-from klamp.objective.advantages import GAE, Advantage
+from klamp.objective.advantages import GAE, Advantage, Whiten
 from klamp.objective.catalogue import SETTINGS
 from klamp.objective.control import AdaptiveKL, FixedKL, PIControl
 from klamp.objective.correction import Correction
@@ -87,7 +87,8 @@ def test_clip_fractions_count_what_was_changed():
 def test_a_missing_score_is_out_of_the_statistics_and_teaches_nothing():
     scores = torch.tensor([0.0, 1.0, float("nan"), 0.5, 1.0, 2.0, 3.0, 4.0])
     batch = make_batch(scores=scores)
-    objective = replace(GRPO, advantage=Advantage(estimator=GAE()), value_loss=ValueLoss())
+    advantage = Advantage(estimator=GAE(), whiten=Whiten())
+    objective = replace(GRPO, advantage=advantage, value_loss=ValueLoss())
     targets = prepared(objective, batch)
     assert (targets.advantages[2] == 0).all()
     assert_close(targets.returns[2], torch.where(batch.mask[2], batch.values[2], 0.0))
