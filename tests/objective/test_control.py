@@ -160,6 +160,10 @@ def test_pi_holds_its_target_from_any_start(drift):
         assert settled(errors) < 150
 
 
+def test_a_state_is_its_coefficient_as_a_number():
+    assert float(ControlState(coef=0.2, integral=1.0)) == 0.2
+
+
 def test_a_target_selects_the_controller():
     assert controller(0.2, None) == FixedKL(coef=0.2)
     assert controller(0.0, 6.0) == FixedKL(coef=0.0)

@@ -26,6 +26,10 @@ class ControlState:
     refused: int = 0
     """Observations that were not finite, and moved nothing."""
 
+    def __float__(self) -> float:
+        """β."""
+        return self.coef
+
 
 @dataclass(frozen=True, kw_only=True)
 class FixedKL:
