@@ -11,14 +11,6 @@ NAN, INF = float("nan"), float("inf")
 PER_TOKEN = ("old_logprobs", "ref_logprobs", "sampler_logprobs", "values", "exact_kl")
 
 
-@pytest.fixture
-def as_users_run_it():
-    """Without the shape checks that our own test runs switch on."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
-
-
 users = pytest.mark.usefixtures("as_users_run_it")
 
 

@@ -1,7 +1,6 @@
 import json
 from dataclasses import dataclass, fields, is_dataclass, replace
 
-import jaxtyping
 import pytest
 
 from klamp import presets
@@ -48,14 +47,6 @@ OBJECTIVES = {name: presets.load(name) for name in presets.PRESETS} | {
     "weights": presets.load("roll", length_loss_weight=True, adv_estimator="gae"),
     "adaptive": presets.load("openrlhf", kl_target=6.0),
 }
-
-
-@pytest.fixture
-def as_users_run_it():
-    """Without the type checks that our own test runs switch on."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 users = pytest.mark.usefixtures("as_users_run_it")

@@ -84,7 +84,7 @@ class Correction:
         if batch.sampler_logprobs is None:
             ones = torch.ones_like(mask, dtype=torch.float32)
             return Corrected(ones, torch.ones_like(mask), {})
-        own, whole = self._ratios(batch)
+        own, whole = self._ratios(batch, batch.sampler_logprobs)
         statistic = own if self.level == "token" else whole
         outside = (statistic < self.low) | (statistic > self.high)
         if self.action == "truncate":
@@ -101,18 +101,13 @@ class Correction:
         }
         return Corrected(weights, keep, {**mismatch(batch, workers), **metrics})
 
-    def _ratios(self, batch: Batch) -> tuple[PerToken, PerToken]:
+    def _ratios(self, batch: Batch, sampler: PerToken) -> tuple[PerToken, PerToken]:
         """w of each token, and the geometric mean of its response."""
         mask, c = batch.mask, self.clamp_log_ratio
-        log_w = log_ratio(batch.old_logprobs, sampler_of(batch), mask, bounds=(-c, c)).value
+        log_w = log_ratio(batch.old_logprobs, sampler, mask, bounds=(-c, c)).value
         length = mask.sum(dim=-1, keepdim=True).clamp(min=1)
         mean = (log_w.sum(dim=-1, keepdim=True) / length).expand_as(log_w)
         return ratio(log_w), ratio(mean)
-
-
-def sampler_of(batch: Batch) -> PerToken:
-    """What sampled: the engine's log-probs, or the trainer's own where none are given."""
-    return batch.old_logprobs if batch.sampler_logprobs is None else batch.sampler_logprobs
 
 
 def mismatch(batch: Batch, workers: Workers = ALONE) -> dict[str, Metric]:

@@ -65,7 +65,9 @@ def segment_moments(
     x: Tensor, valid: Tensor, segment: Tensor, n: int, workers: Workers = ALONE
 ) -> SegmentMoments:
     """The moments of the valid x of each of n segments, over all workers."""
-    x = torch.where(valid, wide(x), 0.0)
+    x = wide(x)
+    valid = valid.to(x.device)  # which is another one where x's own has no float64
+    x = torch.where(valid, x, 0.0)
     ones = valid.to(x)
     zeros = x.new_zeros(n, 2)
     count, total = workers.sum(zeros.index_add(0, segment, torch.stack([ones, x], dim=1))).unbind(1)
@@ -77,7 +79,9 @@ def segment_moments(
 
 def moments(x: Tensor, valid: Tensor, workers: Workers = ALONE) -> SegmentMoments:
     """The moments of all valid x over all workers, as one segment of 0-dim tensors."""
-    x = torch.where(valid, wide(x), 0.0)
+    x = wide(x)
+    valid = valid.to(x.device)  # which is another one where x's own has no float64
+    x = torch.where(valid, x, 0.0)
     count, total = workers.sum(torch.stack([valid.sum().to(x), x.sum()]))
     mean = total / count.clamp(min=1.0)
     m2 = workers.sum(torch.where(valid, x - mean, 0.0).square().sum())

@@ -151,7 +151,8 @@ def estimate(
 ) -> AdvantageOutput:
     """Score on the last token, less the KL penalty → advantages; 0 where the score is missing."""
     dtype = compute_dtype(batch)
-    scores = scores.to(batch.mask.device)
+    # Bounded before it is narrowed: a float64 score may not fit.
+    scores = scores.clamp(-1e38, 1e38).to(batch.mask.device, dtype)
     known: RowMask = ~scores.isnan()
     rewards = place_on_last(scores.nan_to_num(nan=0.0), batch.mask) - penalty
     rewards = torch.where(batch.mask, rewards, 0.0).clamp(-1e38, 1e38).to(dtype)
