@@ -167,7 +167,7 @@ class Objective:
         terms = [policy_term(self.surrogate, logprobs, *given)]
         if self.kl is not None and self.kl.where == "loss":
             terms.append(kl_term(self.kl, logprobs, *given, exact_kl))
-        if self.entropy_coef is not None:
+        if self.entropy_coef is not None or entropy is not None:
             terms.append(entropy_term(self.entropy_coef, entropy, batch, active, shares))
         if self.value_loss is not None:
             terms.append(value_term(self.value_loss, values, *given))

@@ -81,9 +81,9 @@ def kl_term(
 
 
 def entropy_term(
-    coef: float, entropy: PerToken | None, batch: Batch, active: TokenMask, shares: PerToken
+    coef: float | None, entropy: PerToken | None, batch: Batch, active: TokenMask, shares: PerToken
 ) -> Term:
-    """−coef · ∑ share · entropy."""
+    """−coef · ∑ share · entropy; without a coefficient the entropy is only watched."""
     if entropy is None:
         raise DataError(
             f"Objective.entropy_coef is {coef} but loss got entropy=None; pass the policy's "
@@ -91,6 +91,8 @@ def entropy_term(
         )
     check_shape("entropy", entropy, batch)
     x = torch.where(active, widen(entropy), 0.0)
+    if coef is None:
+        return Term(shares.new_zeros(()), {"actor/entropy": mean_of(x, active)})
     loss = -coef * weighted_sum(x, shares)
     return Term(loss, {"actor/entropy_loss": total_of(loss), "actor/entropy": mean_of(x, active)})
 

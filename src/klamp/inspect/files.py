@@ -1,0 +1,36 @@
+"""Files that are never half there: written under another name, synced, renamed into place."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def write_text(path: Path, text: str) -> None:
+    """The whole text, or the file as it was before."""
+    write_with(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+
+
+def write_json(path: Path, value: Any) -> None:
+    """A plain value as indented JSON."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def write_with(path: Path, write: Callable[[Path], Any]) -> None:
+    """Whatever ``write`` makes at the path it is given, moved to ``path`` once it is on disk."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    write(partial)
+    sync(partial)
+    os.replace(partial, path)
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Wait until a file, or a directory's list of names, is on disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

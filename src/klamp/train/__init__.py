@@ -1,0 +1,1 @@
+"""Models, sampling, processes: the trainer on top of the objective."""

@@ -1,0 +1,108 @@
+"""Checkpoints: a directory per step, and a file LATEST that names the last whole one.
+
+    checkpoints/step-000030/{policy,value}.safetensors  weights that are trained
+    checkpoints/step-000030/optimizer.pt                AdamW's moments, the schedule
+    checkpoints/step-000030/state.json                  step, objective state, skipped updates
+    checkpoints/LATEST                                  "step-000030", renamed into place last
+
+Random numbers need no place here: every step seeds its own from (seed, step, rank), and the
+training stream is addressed by the step's number.
+"""
+
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from klamp.errors import DataError
+from klamp.inspect.files import sync, write_text
+from klamp.objective.state import ObjectiveState
+from klamp.train.models import Models
+
+LATEST = "LATEST"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Progress:
+    """How far a run is: everything that moves besides weights and moments."""
+
+    step: int
+    state: ObjectiveState
+    skipped: int = 0
+    """Non-finite updates in a row."""
+
+
+def save(run: Path, models: Models, optimizer: Any, progress: Progress, *, keep: int) -> None:
+    """A whole checkpoint, then LATEST; older ones than the last ``keep`` go."""
+    place = run / "checkpoints" / f"step-{progress.step:06d}"
+    partial = place.with_name(f".{place.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    _write(partial, models, optimizer, progress)
+    for path in (*partial.iterdir(), partial):
+        sync(path)
+    shutil.rmtree(place, ignore_errors=True)  # of a step that is being made again
+    os.replace(partial, place)
+    sync(place.parent)
+    write_text(place.parent / LATEST, place.name + "\n")
+    older = sorted(p for p in place.parent.glob("step-*") if p.name < place.name)
+    for path in older[: max(0, len(older) - keep + 1)]:
+        shutil.rmtree(path)
+
+
+def latest(run: Path) -> Path | None:
+    """The last whole checkpoint; None where there is none yet."""
+    pointer = run / "checkpoints" / LATEST
+    if not pointer.is_file():
+        return None
+    place = pointer.parent / pointer.read_text().strip()
+    if not (place / "state.json").is_file():
+        raise DataError(f"{pointer} names {place.name}, which is not there; was it removed by hand?")
+    return place
+
+
+def restore(place: Path, models: Models, optimizer: Any) -> Progress:
+    """Weights and moments put in place; how far the run was."""
+    from safetensors.torch import load_file
+
+    device = str(models.device)
+    _fill(models.policy, load_file(place / "policy.safetensors", device=device), place)
+    if models.value is not None:
+        _fill(models.value, load_file(place / "value.safetensors", device=device), place)
+    optimizer.load_state_dict(torch.load(place / "optimizer.pt", map_location=device))
+    raw: dict[str, Any] = json.loads((place / "state.json").read_text())
+    return Progress(
+        step=raw["step"], state=ObjectiveState.from_dict(raw["state"]), skipped=raw["skipped"]
+    )
+
+
+def _write(place: Path, models: Models, optimizer: Any, progress: Progress) -> None:
+    from safetensors.torch import save_file
+
+    save_file(trained(models.policy), place / "policy.safetensors")
+    if models.value is not None:
+        save_file(trained(models.value), place / "value.safetensors")
+    torch.save(optimizer.state_dict(), place / "optimizer.pt")
+    about = {"step": progress.step, "skipped": progress.skipped, "state": progress.state.to_dict()}
+    (place / "state.json").write_text(json.dumps(about, indent=1))
+
+
+def trained(network: torch.nn.Module) -> dict[str, Tensor]:
+    """The weights that are trained, by name; tied ones once."""
+    named = network.named_parameters()
+    return {n: p.detach().cpu().contiguous() for n, p in named if p.requires_grad}
+
+
+def _fill(network: torch.nn.Module, weights: dict[str, Tensor], place: Path) -> None:
+    own = {n: p for n, p in network.named_parameters() if p.requires_grad}
+    if own.keys() != weights.keys():
+        other = sorted(own.keys() ^ weights.keys())[0]
+        raise DataError(f"{place} is of another model: they differ in {other!r}; use its own config")
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(weights[name])

@@ -1,0 +1,220 @@
+"""The loop: sample → score → prepare → shares → loss → update → log.
+
+One loop for one process and for many. Every line of ``one_step`` is a function in the file that its
+name suggests, and there is no maths here.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from klamp.errors import NumericsError
+from klamp.inspect import runlog
+from klamp.inspect.runlog import Evaluation, Step
+from klamp.objective.objective import Objective
+from klamp.train import checkpoint, journal, loading, rewards, rollout, seeds
+from klamp.train.checkpoint import Progress
+from klamp.train.comm import Comm
+from klamp.train.config import Config
+from klamp.train.evaluation import Examiner, decoding_of
+from klamp.train.models import Models
+from klamp.train.rollout import Samples
+from klamp.train.tasks import catalogue
+from klamp.train.tasks.task import Task
+from klamp.train.tracking import Tracker, trackers
+from klamp.train.update import Learner, first_bad, optimizer_of, rate
+
+Watch = Callable[[Step, Sequence[str]], None]
+"""Sees every line of the log, with what there is to be warned of."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """A run that is set up: everything that stays the same from step to step."""
+
+    config: Config
+    place: Path
+    comm: Comm
+    task: Task
+    reward: rewards.RewardFunction
+    models: Models
+    objective: Objective
+    learner: Learner
+    examiner: Examiner
+
+
+def train(run: Run, watch: Watch, stop: Callable[[], bool]) -> Progress:
+    """From the last checkpoint, or from the beginning, to the last step or until asked to stop."""
+    config, comm = run.config, run.comm
+    progress, stopping = resume(run), False
+    if progress.step == 0:
+        evaluate(run, 0)
+    plain, first = config.model_dump(mode="json"), progress.step + 1
+    sinks = trackers(config.tracking, run.place, plain, first) if comm.rank == 0 else []
+    try:
+        while progress.step < config.steps and not stopping:
+            progress = one_step(run, progress, watch, sinks)
+            stopping = bool(comm.max(torch.tensor(int(stop()))))  # all together, or none
+            if stopping or due(progress.step, config.checkpoints.every, config.steps):
+                save(run, progress)
+    finally:
+        for sink in sinks:
+            sink.close()
+    return progress
+
+
+def one_step(run: Run, progress: Progress, watch: Watch, sinks: Sequence[Tracker]) -> Progress:
+    """One batch, from prompts to a line in the log."""
+    step, config, comm = progress.step + 1, run.config, run.comm
+    began = time.perf_counter()
+    seeds.everything(config.seed, step, comm.rank)
+
+    samples = sample(run, step)
+    sampled = time.perf_counter()
+    observed = rollout.observe(
+        run.models,
+        run.objective,
+        samples.tokens,
+        temperature=config.sampling.temperature,
+        micro_tokens=config.optimizer.micro_tokens,
+    )
+    scores = rewards.score(
+        run.reward,
+        config.reward,
+        samples.examples,
+        samples.texts,
+        seed=f"{config.seed} {step} {comm.rank}",
+    )
+    state, learnt = progress.state, None
+    problem = journal.anywhere(comm, first_bad(vars(observed), samples.tokens.mask))
+    if problem is None:
+        batch = rollout.batch(samples, observed, scores)
+        targets, state = run.objective.prepare(batch, state, comm)
+        set_rate(run, step)
+        order = seeds.generator(run.models.device, "order", config.seed, step, comm.rank)
+        learnt = run.learner.learn(samples.tokens, batch, targets, order, progress.skipped)
+        problem = learnt.problem
+        metrics = {**targets.metrics, **learnt.metrics}
+        metrics["actor/ratio_at_step0"] = journal.ratio_at_step0(learnt.first)
+    else:
+        metrics = {"critic/kl_coef": state.kl_coef, "actor/skipped_updates": 1.0}
+    skipped = progress.skipped + 1 if learnt is None else learnt.skipped
+    if problem is not None and comm.rank == 0:
+        journal.record(run.place, step, samples, observed, scores, run.objective, state, problem)
+
+    seconds = time.perf_counter() - began
+    metrics |= journal.sample_metrics(samples, comm)
+    metrics |= journal.speeds(samples, comm, began, sampled, seconds)
+    metrics["actor/lr"] = run.learner.optimizer.param_groups[0]["lr"]
+    if due(step, config.evaluation.every, config.steps):
+        metrics |= evaluate(run, step).metrics
+    line = Step(step=step, seconds=seconds, metrics=journal.complete(metrics))
+    if comm.rank == 0:
+        runlog.append(run.place, line)
+    for sink in sinks:
+        sink.log(step, line.metrics)
+    watch(line, journal.warnings(line, problem, rounded=run.models.autocast is not None))
+    if skipped >= config.max_skipped:
+        raise NumericsError(
+            f"{skipped} updates in a row were not finite and were skipped; first in step {step}: "
+            f"{problem}. The batches are in {run.place / 'records'}; lower optimizer.lr, or look "
+            "at the reward and the clamps"
+        )
+    return Progress(step=step, state=state, skipped=skipped)
+
+
+def sample(run: Run, step: int) -> Samples:
+    """This process's share of the step's prompts, completed."""
+    config, comm = run.config, run.comm
+    mine = config.sampling.prompts // comm.size
+    start = (step - 1) * config.sampling.prompts + comm.rank * mine
+    return rollout.sample(
+        run.models,
+        run.task.train(config.seed, start, mine),
+        decoding_of(config.sampling),
+        samples_per_prompt=config.sampling.samples_per_prompt,
+        generator=seeds.generator(run.models.device, "sample", config.seed, step, comm.rank),
+    )
+
+
+def set_rate(run: Run, step: int) -> None:
+    """The learning rate of this step."""
+    for group in run.learner.optimizer.param_groups:
+        group["lr"] = group["base"] * rate(run.config.optimizer, step, run.config.steps)
+
+
+def evaluate(run: Run, step: int) -> Evaluation:
+    """The policy on held-out prompts; every process does the same, one writes it down."""
+    found = run.examiner.evaluate(run.models, run.reward, step)
+    if run.comm.rank == 0:
+        runlog.write_evaluation(run.place, found)
+    return found
+
+
+def save(run: Run, progress: Progress) -> None:
+    """A checkpoint, by the first process; the others hold the same weights."""
+    if run.comm.rank == 0:
+        checkpoint.save(
+            run.place,
+            run.models,
+            run.learner.optimizer,
+            progress,
+            keep=run.config.checkpoints.keep,
+        )
+    run.comm.wait()
+
+
+def due(step: int, every: int | None, last: int) -> bool:
+    """Whether something that happens every so often, and at the end, happens now."""
+    return step == last or (every is not None and step % every == 0)
+
+
+def set_up(config: Config, place: Path, comm: Comm) -> Run:
+    """Models, task, reward, optimizer; nothing has been sampled yet."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    seeds.everything(config.seed, "set-up")  # the same weights on every process
+    task, reward = catalogue.load(config.task), rewards.load(config.reward)
+    objective = config.goal
+    models = loading.load(config.model, objective)
+    learner = Learner(
+        models=models,
+        objective=objective,
+        optimizer=optimizer_of(models, config.optimizer),
+        settings=config.optimizer,
+        temperature=config.sampling.temperature,
+        comm=comm,
+    )
+    examiner = Examiner(
+        examples=task.evaluation(config.evaluation.prompts),
+        sampling=config.sampling,
+        reward=config.reward,
+        shown=config.evaluation.shown,
+        seed=config.seed,
+    )
+    return Run(
+        config=config,
+        place=place,
+        comm=comm,
+        task=task,
+        reward=reward,
+        models=models,
+        objective=objective,
+        learner=learner,
+        examiner=examiner,
+    )
+
+
+def resume(run: Run) -> Progress:
+    """The state of the last checkpoint, the log cut back to it; or the beginning."""
+    last = checkpoint.latest(run.place)
+    progress = Progress(step=0, state=run.objective.init())
+    if last is not None:
+        progress = checkpoint.restore(last, run.models, run.learner.optimizer)
+    if run.comm.rank == 0:
+        runlog.cut(run.place, progress.step)
+    run.comm.wait()
+    return progress
