@@ -98,13 +98,15 @@ class Page:
         while not any(event["method"] == method for event in self.events):
             self.read()
 
-    def open(self, path, width=1280, height=900):
+    def open(self, path, width=1280, height=900, scripts=True):
         """A file in a window of this size, loaded and drawn."""
+        self.call("Emulation.setScriptExecutionDisabled", value=not scripts)
         self.resize(width, height)
         self.events = []
         self.call("Page.navigate", url=path.resolve().as_uri())
         self.wait_for("Page.loadEventFired")
-        self.frames()
+        if scripts:
+            self.frames()
 
     def resize(self, width, height):
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}

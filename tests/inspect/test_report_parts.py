@@ -92,7 +92,7 @@ def test_the_other_words():
 
 def test_what_is_not_html_is_escaped_wherever_it_goes():
     made = tag("p", "<b>", Html("<i></i>"), class_="a\"'<", hidden=True, id=None, open=False)
-    assert made == "<p class=\"a&quot;&#x27;&lt;\" hidden>&lt;b&gt;<i></i></p>"
+    assert made == '<p class="a&quot;&#x27;&lt;" hidden>&lt;b&gt;<i></i></p>'
     assert joined(["<", Html("<br>")], "&") == "&lt;&amp;<br>"
 
 
@@ -177,7 +177,7 @@ def test_one_run_has_a_colour_per_metric_and_several_have_a_colour_per_run():
     ]
     overlaid = charts(log(both), log(both))["Probability ratio"]
     assert [panel.title for panel in overlaid.panels] == ["mean", "max"]
-    assert [[(line.label, line.colour) for line in p.lines] for p in overlaid.panels] == [
+    assert [[(line.run, line.colour) for line in p.lines] for p in overlaid.panels] == [
         [("run0", 0), ("run1", 1)],
         [("run0", 0), ("run1", 1)],
     ]
@@ -185,7 +185,7 @@ def test_one_run_has_a_colour_per_metric_and_several_have_a_colour_per_run():
 
 def test_a_run_without_a_metric_leaves_the_other_its_colour():
     found = charts(log({"actor/lr": 1.0}), log({"actor/entropy": 1.0}))["Entropy"]
-    assert [(line.label, line.colour) for line in found.panels[0].lines] == [("run1", 1)]
+    assert [(line.run, line.colour) for line in found.panels[0].lines] == [("run1", 1)]
 
 
 def test_what_is_not_finite_is_a_gap_and_what_never_is_is_no_line():
@@ -212,6 +212,11 @@ def test_a_chart_in_words_says_where_its_lines_begin_and_end():
     assert in_words(chart.panels[0], chart.plan) == (
         "Accuracy. training samples: 12.5 % at step 1, 50.0 % at step 2; "
         "evaluation: 25.0 % at step 0."
+    )
+    overlaid = charts(log({"actor/ratio_max": 2.0}), log({"actor/ratio_max": 3.0}))
+    chart = overlaid["Probability ratio"]
+    assert in_words(chart.panels[0], chart.plan) == (
+        "Probability ratio: max. run0: 2 at step 1; run1: 3 at step 1."
     )
 
 

@@ -53,7 +53,7 @@ ACCURACY = Plan(
     curves=(
         Curve(metric="task/accuracy", label="training samples"),
         Curve(metric="eval/accuracy", label="evaluation", style="marks"),
-        Curve(metric="eval/accuracy_greedy", label="evaluation, greedy", style="hollow marks"),
+        Curve(metric="eval/accuracy_greedy", label="greedy evaluation", style="hollow marks"),
     ),
     unit="percent",
     zero=True,

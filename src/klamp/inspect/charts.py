@@ -19,7 +19,10 @@ MOST_POINTS = 2000
 class Line:
     """One metric of one run."""
 
+    run: str
+    """Its name; empty where there is one run only."""
     label: str
+    """The metric's, in this chart."""
     metric: str
     style: Style
     colour: int
@@ -146,7 +149,8 @@ def panel(
     overlaid = len(names) > 1
     lines = [
         Line(
-            label=label(curve, name, overlaid, len(group) > 1),
+            run=name if overlaid else "",
+            label=curve.label,
             metric=curve.metric,
             style=curve.style,
             colour=run if overlaid else index,
@@ -157,13 +161,6 @@ def panel(
         if curve.metric in one
     ]
     return Panel(title=title, lines=tuple(lines))
-
-
-def label(curve: Curve, run: str, overlaid: bool, several: bool) -> str:
-    """What tells a line from the others of its chart."""
-    if not overlaid:
-        return curve.label
-    return f"{run} · {curve.label}" if several else run
 
 
 def thinned(points: Points, most: int = MOST_POINTS) -> Points:
@@ -187,12 +184,16 @@ def height(point: tuple[int, float | None]) -> float:
 def in_words(panel: Panel, plan: Plan) -> str:
     """The panel for who cannot see it: where each line begins and ends."""
     title = ": ".join(filter(None, (plan.title, panel.title)))
-    return f"{title}. " + "; ".join(line_in_words(line, plan.unit) for line in panel.lines) + "."
+    known = {line.label for line in panel.lines} == {panel.title}
+    lines = (line_in_words(line, plan.unit, known) for line in panel.lines)
+    return f"{title}. " + "; ".join(lines) + "."
 
 
-def line_in_words(line: Line, unit: Unit) -> str:
-    """``KL: 0.01 at step 1, 5.8 at step 60``."""
+def line_in_words(line: Line, unit: Unit, known: bool) -> str:
+    """``KL: 0.01 at step 1, 5.8 at step 60``; without the metric's name if that is known."""
     shown = [(x, y) for x, y in line.points if y is not None]
     words = percent if unit == "percent" else number
     ends = [shown[0]] if len(shown) == 1 else [shown[0], shown[-1]]
-    return f"{line.label}: " + ", ".join(f"{words(y)} at step {x}" for x, y in ends)
+    name = " · ".join(filter(None, (line.run, "" if known else line.label)))
+    spoken = ", ".join(f"{words(y)} at step {x}" for x, y in ends)
+    return f"{name}: {spoken}" if name else spoken

@@ -5,9 +5,8 @@ import json
 from collections.abc import Iterable
 from typing import Any
 
-# JSON inside a <script> element must not be able to end it; JavaScript once broke lines at the
-# last two, and some tools that read a page still do.
-IN_SCRIPT = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
+# JSON inside a <script> element must not be able to end it; json escapes all but ASCII by itself.
+IN_SCRIPT = {ord(c): f"\\u{ord(c):04x}" for c in "<>&"}
 VOID = {"br", "meta", "link", "col"}
 
 

@@ -13,6 +13,7 @@ from klamp.inspect.markup import joined, script_json, text
 from klamp.inspect.runs import read
 
 ASSETS = Path(__file__).with_name("assets")
+SCRIPTS = ("uPlot.iife.min.js", "words.js", "legend.js", "report.js")
 REPORT = "report.html"
 
 
@@ -27,7 +28,7 @@ def report(runs: Sequence[Path]) -> str:
     """The whole page: HTML, style, script and data."""
     found = read(runs)
     drawn = sections([run.name for run in found], [run.log for run in found])
-    script = f"/*!\n{asset('uPlot.LICENSE')}*/\n{asset('uPlot.iife.min.js')}\n{asset('report.js')}"
+    script = "\n".join([f"/*!\n{asset('uPlot.LICENSE')}*/", *map(asset, SCRIPTS)])
     return Template(asset("report.html")).substitute(
         title=text(", ".join(run.name for run in found)),
         script=script,
@@ -61,6 +62,7 @@ def lines(panel: Panel, steps: dict[tuple[int, ...], int]) -> list[dict[str, Any
     """A panel's lines as plain values; ``steps`` numbers the distinct steps, and is added to."""
     return [
         {
+            "run": line.run,
             "label": line.label,
             "metric": line.metric,
             "style": line.style,

@@ -1,8 +1,10 @@
-"use strict";
+// Draws the panels of the report, and redraws them as the window, the theme or paper asks for it.
 (() => {
+  "use strict";
+  const { words, ticks } = klampWords;
+  const { legend, nearest, create, variable, secondRound } = klampLegend;
   const root = document.documentElement;
   const data = JSON.parse(document.getElementById("data").textContent);
-  const COLOURS = 7; // --c0 … --c6 in the style
   const FEW = 12; // points that are marked one by one
   const ON_PAPER = { small: 200, wide: 660, other: 315 }; // pixels of width
   // Every panel spans the same steps, so that they can be read one below the other.
@@ -10,9 +12,6 @@
   const span = [Math.min(...ends), Math.max(...ends)];
 
   const colour = (name) => getComputedStyle(root).getPropertyValue(name).trim();
-  const variable = (line) => `--c${line.colour % COLOURS}`;
-  const create = (parent, name, properties) =>
-    parent.appendChild(Object.assign(document.createElement(name), properties));
 
   // What goes wrong is put where a reader, and a test, can see it.
   const failed = (error) => {
@@ -21,46 +20,9 @@
   addEventListener("error", (event) => failed(event.message));
   addEventListener("unhandledrejection", (event) => failed(event.reason));
 
-  function words(value, unit) {
-    if (value == null) return "–";
-    if (unit === "percent") return `${Number((100 * value).toPrecision(3))} %`;
-    const size = Math.abs(value);
-    const short = Number(value.toPrecision(4));
-    if (size >= 1e7 || (size > 0 && size < 1e-3)) {
-      return Number(value.toPrecision(3)).toExponential().replace("e+", "e");
-    }
-    const text = size >= 1000 ? Math.round(value).toLocaleString("en") : String(short);
-    return unit === "seconds" ? `${text} s` : text;
-  }
-
-  // As many decimals as it takes to tell a tick from the next.
-  function ticks(unit) {
-    const factor = unit === "percent" ? 100 : 1;
-    const suffix = { percent: " %", seconds: " s", number: "" }[unit];
-    return (plot, values, axis, space, step) => {
-      const exact = (value) => Number((value * factor).toPrecision(12));
-      const decimals = Math.max(0, Math.ceil(-Math.log10(exact(step)) - 1e-9), (String(exact(step)).split(".")[1] ?? "").length);
-      const largest = Math.max(...values.map((value) => Math.abs(exact(value))));
-      return values.map((value) => {
-        if (largest >= 1e7 || largest < 1e-3) {
-          return (value ? exact(value).toExponential().replace("e+", "e") : "0") + suffix;
-        }
-        return exact(value).toLocaleString("en", { minimumFractionDigits: decimals, maximumFractionDigits: decimals }) + suffix;
-      });
-    };
-  }
-
-  // The value at the cursor, or the one before it: evaluations are not made at every step.
-  function nearest(plot, series, index) {
-    const values = plot.data[series];
-    for (let i = index; i >= 0; i--) if (values[i] != null) return i;
-    for (let i = index; i < values.length; i++) if (values[i] != null) return i;
-    return index;
-  }
-
   function series(line, panel) {
     const marks = line.style.endsWith("marks");
-    const dashed = line.style === "dashed" || line.style.startsWith("hollow") || line.colour >= COLOURS;
+    const dashed = line.style === "dashed" || line.style.startsWith("hollow") || secondRound(line);
     const faint = line.style === "line" && panel.lines.some((other) => other.style.endsWith("marks"));
     const stroke = () => colour(variable(line));
     const filled = line.style.startsWith("hollow") ? () => colour("--card") : stroke;
@@ -121,33 +83,6 @@
       });
     }
     return points;
-  }
-
-  // Names, colours and values; returns what brings the values up to date.
-  function legend(place, panel, plot) {
-    const list = place.querySelector(".legend");
-    const outputs = panel.lines.map((line, i) => {
-      const button = create(create(list, "li"), "button", { type: "button", title: line.metric, ariaPressed: "true" });
-      button.style.setProperty("--c", `var(${variable(line)})`);
-      create(button, "i", { className: `stroke ${line.colour >= COLOURS ? "dashed" : line.style}` });
-      const named = panel.lines.length > 1 || line.label !== place.querySelector("h4")?.textContent;
-      create(button, "span", { textContent: line.label, hidden: !named });
-      button.addEventListener("click", () => {
-        const show = !plot().series[i + 1].show;
-        plot().setSeries(i + 1, { show });
-        button.ariaPressed = String(show);
-      });
-      return create(button, "output", {});
-    });
-    const at = create(place, "p", { className: "at" });
-    return (u) => {
-      const here = u.cursor.idx;
-      at.textContent = here == null ? "" : `step ${u.data[0][here].toLocaleString("en")}`;
-      outputs.forEach((output, i) => {
-        const index = nearest(u, i + 1, here ?? u.data[0].length - 1);
-        output.textContent = words(u.data[i + 1][index], panel.unit);
-      });
-    };
   }
 
   function draw(place, panel) {
