@@ -1,23 +1,36 @@
-# Everything a newcomer needs is `make test`; each target sets up what it needs.
+# A newcomer needs `make train` and `make test`; each target sets up what it needs.
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
-export OMP_NUM_THREADS ?= 1
+KLAMP := $(BIN)/klamp
 
-.PHONY: setup test test-slow check lint types format bench clean
+.PHONY: setup train train-contrast experiments test test-slow check lint types format bench clean
 
 setup: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test,dev]"
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[train,test,dev]"
 	touch $(STAMP)
 
+# The built-in default: two threads, unless TRAIN says otherwise (make train TRAIN="--threads 1").
+train: setup
+	$(KLAMP) train $(TRAIN)
+
+# The same run with and without the KL, overlaid in one report.
+train-contrast: setup
+	$(BIN)/python -m experiments.contrast
+
+# Many seeds of every scenario: hours. One of them: make experiments ONLY="outliers difficulty".
+experiments: setup
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[experiments]"
+	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.run $(ONLY)
+
 test: setup
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 test-slow: setup
-	$(BIN)/python -m pytest -q -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m slow
 
 lint: setup
 	$(BIN)/ruff check .
@@ -35,7 +48,7 @@ format: setup
 # A training process keeps its memory; without these, page faults of fresh outputs are measured.
 bench: setup
 	MALLOC_TRIM_THRESHOLD_=4294967296 MALLOC_MMAP_THRESHOLD_=4294967296 \
-	$(BIN)/python -m benchmarks.run
+	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.run
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis

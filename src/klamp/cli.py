@@ -56,8 +56,10 @@ def train(
     with view_of(loaded, place, quiet=quiet) as view:
         progress = launch.launch(loaded, place, view)
     done = progress.step == loaded.steps
-    last = closing(loaded, runlog.read(place)) if done else interrupted(
-        place, progress.step, loaded.steps
+    last = (
+        closing(loaded, runlog.read(place))
+        if done
+        else interrupted(place, progress.step, loaded.steps)
     )
     if not quiet or not done:
         print("\n".join(last))

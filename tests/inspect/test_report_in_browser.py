@@ -116,6 +116,10 @@ def test_overlaid_runs_are_drawn_and_their_text_stays_text(browser, two):
         browser.run("document.querySelector('.runs li:last-child strong').textContent") == LONG_NAME
     )
     assert min(seen(browser)) > 5
+    rows = "[...document.querySelectorAll('.legend')[0].children].map((row) => row.innerText)"
+    head, *runs = (row.split() for row in browser.run(rows))  # a row per run, a value per metric
+    assert head == ["training", "samples", "evaluation", "greedy", "evaluation"]
+    assert [(run[0], run.count("%")) for run in runs] == [("a", 3), (LONG_NAME, 3)]
 
 
 def test_a_script_that_throws_is_noticed_and_stops_one_chart_only(browser, one, tmp_path):

@@ -201,9 +201,10 @@ def test_thinning_keeps_the_peaks_and_the_order():
     assert len(thin) <= 100
     assert list(thin) == sorted(thin)
     assert {(700, 1.0), (7301, -1.0)} <= set(thin)
+    assert (thin[0], thin[-1]) == (points[0], points[-1])
     assert thinned(points, 10_000) == points
     gaps = tuple((i, None) for i in range(10)) + tuple((i, 2.0) for i in range(10, 20))
-    assert thinned(gaps, 4) == ((0, None), (10, 2.0))
+    assert thinned(gaps, 6) == ((0, None), (10, 2.0), (19, 2.0))
 
 
 def test_a_chart_in_words_says_where_its_lines_begin_and_end():

@@ -164,16 +164,15 @@ def panel(
 
 
 def thinned(points: Points, most: int = MOST_POINTS) -> Points:
-    """The lowest and the highest point of each of ``most / 2`` stretches: no peak is lost."""
+    """The lowest and the highest point of each stretch, the first and the last: no peak is lost."""
     if len(points) <= most:
         return points
-    stretch = math.ceil(2 * len(points) / most)
-    kept: list[tuple[int, float | None]] = []
+    stretch = math.ceil(2 * len(points) / (most - 2))
+    kept = {points[0], points[-1]}
     for start in range(0, len(points), stretch):
         part = [p for p in points[start : start + stretch] if p[1] is not None]
-        ends = {min(part, key=height), max(part, key=height)} if part else {points[start]}
-        kept += sorted(ends)
-    return tuple(kept)
+        kept |= {min(part, key=height), max(part, key=height)} if part else {points[start]}
+    return tuple(sorted(kept, key=lambda point: point[0]))
 
 
 def height(point: tuple[int, float | None]) -> float:

@@ -1,7 +1,9 @@
 """Recorded batches: the tensors of one step, with what was being done to them.
 
 RUN/records/step-000012/batch.safetensors   every tensor by name
-RUN/records/step-000012/record.json         reason, objective, state, prompts, completions
+RUN/records/step-000012/record.json         reason, state, prompts, completions
+
+The objective is in the run's config.yaml.
 """
 
 import json

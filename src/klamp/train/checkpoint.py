@@ -62,7 +62,9 @@ def latest(run: Path) -> Path | None:
         return None
     place = pointer.parent / pointer.read_text().strip()
     if not (place / "state.json").is_file():
-        raise DataError(f"{pointer} names {place.name}, which is not there; was it removed by hand?")
+        raise DataError(
+            f"{pointer} names {place.name}, which is not there; was it removed by hand?"
+        )
     return place
 
 
@@ -102,7 +104,9 @@ def _fill(network: torch.nn.Module, weights: dict[str, Tensor], place: Path) -> 
     own = {n: p for n, p in network.named_parameters() if p.requires_grad}
     if own.keys() != weights.keys():
         other = sorted(own.keys() ^ weights.keys())[0]
-        raise DataError(f"{place} is of another model: they differ in {other!r}; use its own config")
+        raise DataError(
+            f"{place} is of another model: they differ in {other!r}; use its own config"
+        )
     with torch.no_grad():
         for name, parameter in own.items():
             parameter.copy_(weights[name])

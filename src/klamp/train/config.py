@@ -33,7 +33,7 @@ class Config(Section):
     """Everything about a run."""
 
     seed: int = 0
-    steps: int = Field(90, ge=1)
+    steps: int = Field(default=90, ge=1)
     task: TaskSettings = TaskSettings()
     reward: RewardSettings = RewardSettings()
     model: ModelSettings = ModelSettings()
@@ -44,7 +44,7 @@ class Config(Section):
     evaluation: EvaluationSettings = EvaluationSettings()
     checkpoints: CheckpointSettings = CheckpointSettings()
     tracking: TrackingSettings = TrackingSettings()
-    max_skipped: int = Field(5, ge=1)
+    max_skipped: int = Field(default=5, ge=1)
     """Non-finite updates in a row that end the run."""
     threads: int | None = Field(None, ge=1)
     """CPU threads; None leaves it to torch."""
@@ -92,8 +92,9 @@ def _put(data: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
         old = out.get(key)
         if key == "objective" and isinstance(old, str):
             old = {"preset": old}
-        nested = isinstance(new, Mapping) and isinstance(old, Mapping)
-        out[key] = _put(old, new) if nested else new
+        if isinstance(new, Mapping) and isinstance(old, Mapping):
+            new = _put(old, new)
+        out[key] = new
     return out
 
 

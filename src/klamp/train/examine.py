@@ -5,8 +5,8 @@ from pathlib import Path
 
 from klamp.errors import ConfigError
 from klamp.objective.objective import Objective
-from klamp.train import loading, rewards
 from klamp.train import config as configs
+from klamp.train import loading, rewards
 from klamp.train.evaluation import Examiner
 from klamp.train.tasks import catalogue
 

@@ -3,14 +3,15 @@
 import math
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from klamp.errors import NumericsError
 from klamp.inspect import record as records
 from klamp.inspect.record import Record
 from klamp.inspect.runlog import Step
-from klamp.objective.objective import Objective
 from klamp.objective.state import ObjectiveState
 from klamp.train.comm import Comm
 from klamp.train.rollout import Observed, Samples
@@ -27,6 +28,18 @@ ALWAYS = (
     "critic/advantage_clip_frac",
 )
 EXACT, ROUNDED = 0.001, 0.1  # how far from 1 a ratio may be by rounding, in float32 and bfloat16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What learning from one batch came to."""
+
+    state: ObjectiveState
+    metrics: Mapping[str, float]
+    skipped: int
+    """Non-finite updates in a row, up to now."""
+    problem: str | None
+    """The first thing that was not finite, by name."""
 
 
 def complete(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -62,15 +75,13 @@ def sample_metrics(samples: Samples, comm: Comm) -> dict[str, float]:
     return {**found, "task/accuracy": right / known} if known else found
 
 
-def speeds(
-    samples: Samples, comm: Comm, began: float, sampled: float, seconds: float
-) -> dict[str, float]:
+def speeds(samples: Samples, comm: Comm, seconds: float, sampling: float) -> dict[str, float]:
     """Generated tokens per second of the whole step, and how the time was spent."""
     tokens = float(comm.sum(samples.tokens.mask.sum().to(torch.float64)))
     return {
         "time/tokens_per_second": tokens / max(seconds, 1e-9),
-        "time/sample_seconds": sampled - began,
-        "time/train_seconds": began + seconds - sampled,
+        "time/sample_seconds": sampling,
+        "time/train_seconds": seconds - sampling,
     }
 
 
@@ -94,13 +105,22 @@ def warnings(line: Step, problem: str | None, *, rounded: bool) -> list[str]:
     return found
 
 
+def stop_if_lost(outcome: Outcome, step: int, most: int, run: Path) -> None:
+    """Too many updates in a row that were not finite: going on would hide it."""
+    if outcome.skipped >= most:
+        raise NumericsError(
+            f"{outcome.skipped} updates in a row were not finite and were skipped; in step {step} "
+            f"the first was {outcome.problem}. The batches are in {run / 'records'}; lower "
+            "optimizer.lr, or look at the model, the reward and the clamps"
+        )
+
+
 def record(
     run: Path,
     step: int,
     samples: Samples,
     observed: Observed,
     scores: Sequence[float],
-    objective: Objective,
     state: ObjectiveState,
     reason: str,
 ) -> None:
@@ -119,7 +139,6 @@ def record(
         "step": step,
         "time": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "reason": reason,
-        "objective": objective.to_dict(),
         "state": state.to_dict(),
         "prompts": [e.prompt for e in samples.examples],
         "completions": list(samples.texts),

@@ -5,7 +5,7 @@ import fcntl
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from types import FrameType
 
@@ -22,7 +22,7 @@ from klamp.train.trainer import Watch
 
 
 class Interrupt:
-    """Ctrl-C or a termination request: the step is finished and saved; a second one ends at once."""
+    """Ctrl-C or SIGTERM: the step is finished and saved; a second one ends at once."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -88,7 +88,7 @@ def check_cut(config: Config, comm: Comm) -> None:
 
 
 @contextlib.contextmanager
-def processes() -> Iterator[Comm]:
+def processes() -> Generator[Comm]:
     """The processes of this run: torchrun's where it started us, else this one."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         yield OneProcess()
@@ -101,7 +101,7 @@ def processes() -> Iterator[Comm]:
 
 
 @contextlib.contextmanager
-def alone_in(place: Path, comm: Comm) -> Iterator[None]:
+def alone_in(place: Path, comm: Comm) -> Generator[None]:
     """One run at a time writes to a directory."""
     if comm.rank != 0:
         yield
@@ -119,7 +119,7 @@ def alone_in(place: Path, comm: Comm) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def interruptible() -> Iterator[Interrupt]:
+def interruptible() -> Generator[Interrupt]:
     """SIGINT and SIGTERM ask the loop to stop after its step."""
     stop = Interrupt()
     before = {n: signal.signal(n, stop.handle) for n in (signal.SIGINT, signal.SIGTERM)}

@@ -107,7 +107,7 @@ def adapted(policy: Any, lora: LoraSettings) -> Any:
         policy,
         LoraConfig(
             r=lora.rank,
-            lora_alpha=int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha,
+            lora_alpha=lora.alpha,
             lora_dropout=lora.dropout,
             target_modules=targets if isinstance(targets, str) else list(targets),
             task_type="CAUSAL_LM",
@@ -121,4 +121,4 @@ def without_dropout(model: nn.Module) -> None:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+            setattr(module, "attention_dropout", 0.0)  # noqa: B010

@@ -1,11 +1,11 @@
 """Policy, reference and value function at work, and the one place that shifts.
 
-    logits at position i say what token i + 1 will be; the log-prob of response token t is read at
-    the position before it. Nothing outside this file knows that.
+logits at position i say what token i + 1 will be; the log-prob of response token t is read at
+the position before it. Nothing outside this file knows that.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,7 +30,7 @@ class Models:
     autocast: torch.dtype | None
 
     @contextlib.contextmanager
-    def as_reference(self) -> Iterator[Any]:
+    def as_reference(self) -> Generator[Any]:
         """The reference, ready to be asked; no gradient is kept."""
         assert self.reference is not None
         off = self.policy.disable_adapter() if self.reference is self.policy else None
@@ -45,7 +45,7 @@ class Models:
 
 
 class ValueFunction(nn.Module):
-    """V(prompt and response so far): a linear head on hidden states, its own trunk or the policy's."""
+    """V(text so far): a linear head on the hidden states of its own trunk or the policy's."""
 
     def __init__(self, width: int, trunk: nn.Module | None) -> None:
         super().__init__()
@@ -110,12 +110,12 @@ def forward(
     )
 
 
-def values_of(models: Models, tokens: Tokens, out: Forward) -> Float[Tensor, "B T"]:
+def values_of(models: Models, tokens: Tokens, made: Forward) -> Float[Tensor, "B T"]:
     """V before each response token: what the policy's pass gave, or a pass of its own trunk."""
     assert models.value is not None
     if models.value.trunk is None:
-        assert out.values is not None
-        return out.values
+        assert made.values is not None
+        return made.values
     ids = torch.cat([tokens.prompts, tokens.responses], dim=1)
     attended = torch.cat([tokens.prompt_mask, tokens.mask], dim=1)
     with casting(models):
@@ -123,9 +123,7 @@ def values_of(models: Models, tokens: Tokens, out: Forward) -> Float[Tensor, "B 
     return read_values(models, out.last_hidden_state, tokens.responses.shape[1])
 
 
-def read_values(
-    models: Models, hidden: Float[Tensor, "B S H"], width: int
-) -> Float[Tensor, "B T"]:
+def read_values(models: Models, hidden: Float[Tensor, "B S H"], width: int) -> Float[Tensor, "B T"]:
     """The head at the positions that the response tokens are chosen from."""
     assert models.value is not None
     return models.value.head(hidden[:, -width - 1 : -1].float()).squeeze(-1)

@@ -47,13 +47,12 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
     out = dict(base)
     for key, new in changes.items():
         old = out.get(key)
-        same = isinstance(old, Mapping) and isinstance(new, Mapping)
-        if same and new.get("type", old.get("type")) == old.get("type"):
-            out[key] = merged(old, new)
-        elif isinstance(new, Mapping) and "type" not in new:
-            out[key] = {"type": _only_type(key), **new}
-        else:
+        if not isinstance(new, Mapping):
             out[key] = new
+        elif isinstance(old, Mapping) and new.get("type", old.get("type")) == old.get("type"):
+            out[key] = merged(old, new)
+        else:
+            out[key] = new if "type" in new else {"type": _only_type(key), **new}
     return out
 
 

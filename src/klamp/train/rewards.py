@@ -61,14 +61,14 @@ def load(settings: RewardSettings) -> RewardFunction:
                 f"reward.function: unknown reward {settings.function!r}; "
                 f"{nearest(settings.function, REWARDS)} (your own is `module:function`)"
             )
-        found: RewardFunction = REWARDS[settings.function]
+        found = REWARDS[settings.function]
     else:
         found = imported(settings.function)
     _check_arguments(settings, found)
     return found
 
 
-def imported(name: str) -> RewardFunction:
+def imported(name: str) -> Any:
     """The function of ``module:function`` or ``path.py:function``."""
     source, _, function = name.rpartition(":")
     try:

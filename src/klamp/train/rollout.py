@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from klamp.errors import DataError
@@ -15,7 +15,7 @@ from klamp.train.models import Models
 from klamp.train.sampler import Decoding, generate
 from klamp.train.tasks.task import Example
 from klamp.train.tokens import Tokens, micro_batches, padded_left
-from klamp.types import Batch
+from klamp.types import Batch, GroupIds, RowMask
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,9 +26,9 @@ class Samples:
     examples: tuple[Example, ...]
     """The example of each row; samples of one prompt share it."""
     texts: tuple[str, ...]
-    groups: Int[Tensor, "B"]
+    groups: GroupIds
     sampler_logprobs: Float[Tensor, "B T"]
-    truncated: Bool[Tensor, "B"]
+    truncated: RowMask
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

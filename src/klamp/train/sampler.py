@@ -13,7 +13,9 @@ from torch import Tensor
 
 from klamp.errors import NumericsError
 from klamp.train.models import Models, attention, casting
+from klamp.types import PerSequence, RowMask
 
+Chosen = Int[Tensor, "B"]
 KEPT_FULL = 0.75  # below this share of rows still going, the others are dropped from the cache
 
 
@@ -35,7 +37,7 @@ class Generated:
     responses: Int[Tensor, "B T"]
     mask: Bool[Tensor, "B T"]
     logprobs: Float[Tensor, "B T"]
-    truncated: Bool[Tensor, "B"]
+    truncated: RowMask
     """True where the response reached the limit without an end."""
 
 
@@ -52,14 +54,9 @@ def generate(
     """Samples of each prompt, those of one prompt beside each other."""
     from transformers import DynamicCache
 
-    stops = torch.tensor(models.stops(), device=prompts.device)
     rows = len(prompts) * samples_per_prompt
-    size = (rows, decoding.max_new_tokens)
-    responses = prompts.new_full(size, models.tokenizer.pad_token_id)
-    mask = torch.zeros(size, dtype=torch.bool, device=prompts.device)
-    logprobs = torch.zeros(size, device=prompts.device)
-    ended = torch.zeros(rows, dtype=torch.bool, device=prompts.device)
-
+    out = _blank(rows, decoding.max_new_tokens, prompts, models.tokenizer.pad_token_id)
+    stops = torch.tensor(models.stops(), device=prompts.device)
     cache = DynamicCache()
     logits = _next_logits(models, prompts, prompt_mask, cache)
     if samples_per_prompt > 1:
@@ -69,12 +66,12 @@ def generate(
     going = torch.arange(rows, device=prompts.device)  # which row each row of the cache is
     for t in range(decoding.max_new_tokens):
         tokens, chosen = choose(logits, decoding, generator)
-        alive = ~ended[going]
-        responses[going, t] = torch.where(alive, tokens, responses[going, t])
-        logprobs[going, t] = torch.where(alive, chosen, 0.0)
-        mask[going, t] = alive
-        ended[going] |= torch.isin(tokens, stops)
-        alive = ~ended[going]
+        alive = out.truncated[going]
+        out.responses[going, t] = torch.where(alive, tokens, out.responses[going, t])
+        out.logprobs[going, t] = torch.where(alive, chosen, 0.0)
+        out.mask[going, t] = alive
+        alive = alive & ~torch.isin(tokens, stops)
+        out.truncated[going] = alive
         left = int(alive.sum())
         if not left or t == decoding.max_new_tokens - 1:
             break
@@ -84,18 +81,12 @@ def generate(
             going, tokens, seen = going[kept], tokens[kept], seen[kept]
         seen = torch.cat([seen, seen.new_ones(len(seen), 1)], dim=1)
         logits = _next_logits(models, tokens[:, None], seen, cache)
-    width = max(int(mask.any(dim=0).sum()), 1)
-    return Generated(
-        responses=responses[:, :width],
-        mask=mask[:, :width],
-        logprobs=logprobs[:, :width],
-        truncated=~ended,
-    )
+    return _trimmed(out)
 
 
 def choose(
     logits: Float[Tensor, "B V"], decoding: Decoding, generator: torch.Generator | None
-) -> tuple[Int[Tensor, "B"], Float[Tensor, "B"]]:
+) -> tuple[Chosen, PerSequence]:
     """The next token of each row, and its log-prob under what it was drawn from."""
     if not bool(logits.isfinite().any(dim=-1).all()) or bool(logits.isnan().any()):
         row = int((logits.isnan().any(-1) | ~logits.isfinite().any(-1)).nonzero()[0])
@@ -122,6 +113,27 @@ def narrowed(logits: Float[Tensor, "B V"], decoding: Decoding) -> Float[Tensor, 
         outside = probs.cumsum(dim=-1) - probs >= decoding.top_p  # the first is always inside
         logits = logits.masked_fill(outside.scatter(-1, places, outside), -torch.inf)
     return logits
+
+
+def _blank(rows: int, width: int, like: Tensor, pad: int) -> Generated:
+    """Nothing generated yet, and no row at its end."""
+    return Generated(
+        responses=like.new_full((rows, width), pad),
+        mask=torch.zeros(rows, width, dtype=torch.bool, device=like.device),
+        logprobs=torch.zeros(rows, width, device=like.device),
+        truncated=torch.ones(rows, dtype=torch.bool, device=like.device),
+    )
+
+
+def _trimmed(out: Generated) -> Generated:
+    """The same, as wide as its longest response."""
+    width = int(out.mask.any(dim=0).sum())
+    return Generated(
+        responses=out.responses[:, :width],
+        mask=out.mask[:, :width],
+        logprobs=out.logprobs[:, :width],
+        truncated=out.truncated,
+    )
 
 
 def _next_logits(

@@ -35,7 +35,7 @@ class TaskSettings(Section):
 class Outliers(Section):
     """Rewards that are replaced by ± size, to see what a stray one does."""
 
-    fraction: float = Field(0.02, ge=0, le=1)
+    fraction: float = Field(default=0.02, ge=0, le=1)
     size: float = 100.0
 
 
@@ -52,9 +52,9 @@ class RewardSettings(Section):
 class LoraSettings(Section):
     """A low-rank adapter; the reference is then the model with it switched off."""
 
-    rank: int = Field(8, ge=1)
-    alpha: float = Field(16.0, gt=0)
-    dropout: float = Field(0.0, ge=0, lt=1)
+    rank: int = Field(default=8, ge=1)
+    alpha: int = Field(default=16, ge=1)
+    dropout: float = Field(default=0.0, ge=0, lt=1)
     target_modules: tuple[str, ...] | Literal["all-linear"] = "all-linear"
 
 
@@ -76,49 +76,49 @@ class ModelSettings(Section):
 class SamplingSettings(Section):
     """How completions are drawn."""
 
-    prompts: int = Field(32, ge=1)
+    prompts: int = Field(default=32, ge=1)
     """Prompts per step, over all processes."""
-    samples_per_prompt: int = Field(8, ge=1)
-    max_new_tokens: int = Field(10, ge=1)
-    temperature: float = Field(1.0, gt=0)
-    top_k: int | None = Field(None, ge=1)
-    top_p: float | None = Field(None, gt=0, le=1)
+    samples_per_prompt: int = Field(default=8, ge=1)
+    max_new_tokens: int = Field(default=10, ge=1)
+    temperature: float = Field(default=1.0, gt=0)
+    top_k: int | None = Field(default=None, ge=1)
+    top_p: float | None = Field(default=None, gt=0, le=1)
 
 
 class OptimizerSettings(Section):
     """AdamW, its schedule, and how a batch is cut."""
 
-    lr: float = Field(3e-4, gt=0)
-    value_lr: float = Field(1e-3, gt=0)
+    lr: float = Field(default=3e-4, gt=0)
+    value_lr: float = Field(default=1e-3, gt=0)
     betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = Field(0.0, ge=0)
-    warmup_steps: int = Field(0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    final_lr: float = Field(0.1, ge=0, le=1)
+    final_lr: float = Field(default=0.1, ge=0, le=1)
     """What the schedule ends at, as a fraction of lr."""
-    max_grad_norm: float | None = Field(1.0, gt=0)
-    epochs: int = Field(1, ge=1)
-    updates_per_epoch: int = Field(1, ge=1)
+    max_grad_norm: float | None = Field(default=1.0, gt=0)
+    epochs: int = Field(default=1, ge=1)
+    updates_per_epoch: int = Field(default=1, ge=1)
     """Optimizer steps that one pass over the batch is cut into."""
-    micro_tokens: int = Field(16_384, ge=1)
+    micro_tokens: int = Field(default=16_384, ge=1)
     """Most prompt and response tokens (padding counted) of one forward pass."""
 
 
 class EvaluationSettings(Section):
     """How the policy is measured on held-out prompts."""
 
-    every: int | None = Field(15, ge=1)
+    every: int | None = Field(default=15, ge=1)
     """Steps between evaluations; before the first and after the last there is always one."""
-    prompts: int = Field(512, ge=1)
-    shown: int = Field(12, ge=0)
+    prompts: int = Field(default=512, ge=1)
+    shown: int = Field(default=12, ge=0)
     """Completions kept for the report."""
 
 
 class CheckpointSettings(Section):
     """How often the run can be taken up again."""
 
-    every: int | None = Field(15, ge=1)
-    keep: int = Field(2, ge=1)
+    every: int | None = Field(default=15, ge=1)
+    keep: int = Field(default=2, ge=1)
 
 
 class TrackingSettings(Section):

@@ -7,6 +7,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+Lengths = Int[Tensor, "B"]
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tokens:
@@ -30,7 +32,7 @@ class Tokens:
             mask=mask[:, :t],
         )
 
-    def lengths(self) -> Int[Tensor, "B"]:
+    def lengths(self) -> Lengths:
         """Prompt and response tokens of each row."""
         return self.prompt_mask.sum(dim=1) + self.mask.sum(dim=1)
 

@@ -92,4 +92,6 @@ def _import(module: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(f"tracking.{extra} needs {extra}; `pip install klamp[{extra}]`") from error
+        raise ConfigError(
+            f"tracking.{extra} needs {extra}; `pip install klamp[{extra}]`"
+        ) from error

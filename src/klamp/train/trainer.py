@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from klamp.errors import NumericsError
 from klamp.inspect import runlog
 from klamp.inspect.runlog import Evaluation, Step
 from klamp.objective.objective import Objective
@@ -20,8 +19,9 @@ from klamp.train.checkpoint import Progress
 from klamp.train.comm import Comm
 from klamp.train.config import Config
 from klamp.train.evaluation import Examiner, decoding_of
+from klamp.train.journal import Outcome
 from klamp.train.models import Models
-from klamp.train.rollout import Samples
+from klamp.train.rollout import Observed, Samples
 from klamp.train.tasks import catalogue
 from klamp.train.tasks.task import Task
 from klamp.train.tracking import Tracker, trackers
@@ -69,61 +69,62 @@ def train(run: Run, watch: Watch, stop: Callable[[], bool]) -> Progress:
 def one_step(run: Run, progress: Progress, watch: Watch, sinks: Sequence[Tracker]) -> Progress:
     """One batch, from prompts to a line in the log."""
     step, config, comm = progress.step + 1, run.config, run.comm
-    began = time.perf_counter()
     seeds.everything(config.seed, step, comm.rank)
-
+    began = time.perf_counter()
     samples = sample(run, step)
     sampled = time.perf_counter()
-    observed = rollout.observe(
-        run.models,
-        run.objective,
-        samples.tokens,
-        temperature=config.sampling.temperature,
-        micro_tokens=config.optimizer.micro_tokens,
-    )
-    scores = rewards.score(
-        run.reward,
-        config.reward,
-        samples.examples,
-        samples.texts,
-        seed=f"{config.seed} {step} {comm.rank}",
-    )
-    state, learnt = progress.state, None
-    problem = journal.anywhere(comm, first_bad(vars(observed), samples.tokens.mask))
-    if problem is None:
-        batch = rollout.batch(samples, observed, scores)
-        targets, state = run.objective.prepare(batch, state, comm)
-        set_rate(run, step)
-        order = seeds.generator(run.models.device, "order", config.seed, step, comm.rank)
-        learnt = run.learner.learn(samples.tokens, batch, targets, order, progress.skipped)
-        problem = learnt.problem
-        metrics = {**targets.metrics, **learnt.metrics}
-        metrics["actor/ratio_at_step0"] = journal.ratio_at_step0(learnt.first)
-    else:
-        metrics = {"critic/kl_coef": state.kl_coef, "actor/skipped_updates": 1.0}
-    skipped = progress.skipped + 1 if learnt is None else learnt.skipped
-    if problem is not None and comm.rank == 0:
-        journal.record(run.place, step, samples, observed, scores, run.objective, state, problem)
+    observed = observe(run, samples)
+    scores = score(run, samples, step)
+    outcome = learn(run, progress, samples, observed, scores)
+    if outcome.problem is not None and comm.rank == 0:
+        journal.record(run.place, step, samples, observed, scores, progress.state, outcome.problem)
 
     seconds = time.perf_counter() - began
-    metrics |= journal.sample_metrics(samples, comm)
-    metrics |= journal.speeds(samples, comm, began, sampled, seconds)
-    metrics["actor/lr"] = run.learner.optimizer.param_groups[0]["lr"]
-    if due(step, config.evaluation.every, config.steps):
-        metrics |= evaluate(run, step).metrics
+    metrics = {
+        **outcome.metrics,
+        **journal.sample_metrics(samples, comm),
+        **journal.speeds(samples, comm, seconds, sampled - began),
+        **(evaluate(run, step).metrics if due(step, config.evaluation.every, config.steps) else {}),
+    }
     line = Step(step=step, seconds=seconds, metrics=journal.complete(metrics))
     if comm.rank == 0:
         runlog.append(run.place, line)
     for sink in sinks:
         sink.log(step, line.metrics)
-    watch(line, journal.warnings(line, problem, rounded=run.models.autocast is not None))
-    if skipped >= config.max_skipped:
-        raise NumericsError(
-            f"{skipped} updates in a row were not finite and were skipped; first in step {step}: "
-            f"{problem}. The batches are in {run.place / 'records'}; lower optimizer.lr, or look "
-            "at the reward and the clamps"
+    watch(line, journal.warnings(line, outcome.problem, rounded=run.models.autocast is not None))
+    journal.stop_if_lost(outcome, step, config.max_skipped, run.place)
+    return Progress(step=step, state=outcome.state, skipped=outcome.skipped)
+
+
+def learn(
+    run: Run, progress: Progress, samples: Samples, observed: Observed, scores: Sequence[float]
+) -> Outcome:
+    """prepare → shares → loss → update; nothing of it where the models' numbers are not finite."""
+    step, config, comm = progress.step + 1, run.config, run.comm
+    problem = journal.anywhere(comm, first_bad(vars(observed), samples.tokens.mask))
+    if problem is not None:
+        return Outcome(
+            state=progress.state,
+            metrics={"critic/kl_coef": progress.state.kl_coef, "actor/skipped_updates": 1.0},
+            skipped=progress.skipped + 1,
+            problem=problem,
         )
-    return Progress(step=step, state=state, skipped=skipped)
+    batch = rollout.batch(samples, observed, scores)
+    targets, state = run.objective.prepare(batch, progress.state, comm)
+    set_rate(run, step)
+    order = seeds.generator(run.models.device, "order", config.seed, step, comm.rank)
+    learnt = run.learner.learn(samples.tokens, batch, targets, order, progress.skipped)
+    return Outcome(
+        state=state,
+        metrics={
+            **targets.metrics,
+            **learnt.metrics,
+            "actor/ratio_at_step0": journal.ratio_at_step0(learnt.first),
+            "actor/lr": run.learner.optimizer.param_groups[0]["lr"],
+        },
+        skipped=learnt.skipped,
+        problem=learnt.problem,
+    )
 
 
 def sample(run: Run, step: int) -> Samples:
@@ -138,6 +139,23 @@ def sample(run: Run, step: int) -> Samples:
         samples_per_prompt=config.sampling.samples_per_prompt,
         generator=seeds.generator(run.models.device, "sample", config.seed, step, comm.rank),
     )
+
+
+def observe(run: Run, samples: Samples) -> Observed:
+    """What the policy, the reference and the value function say of the samples."""
+    return rollout.observe(
+        run.models,
+        run.objective,
+        samples.tokens,
+        temperature=run.config.sampling.temperature,
+        micro_tokens=run.config.optimizer.micro_tokens,
+    )
+
+
+def score(run: Run, samples: Samples, step: int) -> list[float]:
+    """What the samples are worth."""
+    config, seed = run.config, f"{run.config.seed} {step} {run.comm.rank}"
+    return rewards.score(run.reward, config.reward, samples.examples, samples.texts, seed=seed)
 
 
 def set_rate(run: Run, step: int) -> None:

@@ -56,9 +56,11 @@ def rate(settings: OptimizerSettings, step: int, steps: int) -> float:
         "linear": 1.0 - done,
         "cosine": 0.5 + 0.5 * torch.cos(torch.tensor(done * torch.pi)).item(),
     }[settings.schedule]
-    return falls if settings.schedule == "constant" else settings.final_lr + (
-        1.0 - settings.final_lr
-    ) * falls
+    return (
+        falls
+        if settings.schedule == "constant"
+        else settings.final_lr + (1.0 - settings.final_lr) * falls
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -93,7 +95,9 @@ class Learner:
     ) -> tuple[dict[str, float], str | None]:
         """One optimizer step on some rows: its metrics, and what was not finite in it."""
         shares = self.objective.shares(targets.mask[rows], targets.weights[rows], self.comm)
-        shares = torch.zeros_like(batch.old_logprobs).index_copy(0, rows, shares.to(batch.old_logprobs))
+        shares = torch.zeros_like(batch.old_logprobs).index_copy(
+            0, rows, shares.to(batch.old_logprobs)
+        )
         self.optimizer.zero_grad()
         counted: dict[str, Metric] = {}
         problem: str | None = None
@@ -128,19 +132,20 @@ class Learner:
             entropy_grad=self.objective.entropy_coef is not None,
         )
         values = None if self.models.value is None else networks.values_of(self.models, part, out)
+        logprobs = wide(out.logprobs, width)
         made = {
-            "logprobs": wide(out.logprobs, width),
             "values": None if values is None else wide(values, width),
             "entropy": wide(out.entropy, width),
             "exact_kl": self.exact_kl(part, out, width),
         }
         loss = self.objective.loss(
-            batch=batch.select(rows), targets=targets.select(rows), shares=shares[rows], **made
+            logprobs, batch.select(rows), targets.select(rows), shares[rows], **made
         )
         loss.loss.backward()
         if bool(loss.loss.isfinite()):
             return loss.metrics, None
-        return loss.metrics, first_bad({**made, "loss": loss.loss}, batch.mask[rows], rows)
+        suspects = {"logprobs": logprobs, **made, "loss": loss.loss}
+        return loss.metrics, first_bad(suspects, batch.mask[rows], rows)
 
     def exact_kl(self, part: Tokens, out: networks.Forward, width: int) -> Tensor | None:
         """The full-vocabulary KL of the current policy, where the objective is made of it."""
@@ -164,7 +169,9 @@ class Learner:
     def clip(self, parameters: Iterable[Tensor]) -> float:
         """The norm of the gradient, which is then at most ``max_grad_norm``."""
         most = self.settings.max_grad_norm
-        return float(torch.nn.utils.clip_grad_norm_(parameters, float("inf") if most is None else most))
+        return float(
+            torch.nn.utils.clip_grad_norm_(parameters, float("inf") if most is None else most)
+        )
 
     def first_bad_gradient(self) -> str:
         """The first parameter whose gradient is not finite, by name."""

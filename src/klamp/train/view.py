@@ -1,5 +1,6 @@
 """What a person sees while a run goes on: a live table in a terminal, plain lines elsewhere."""
 
+import itertools
 import sys
 import time
 from collections.abc import Sequence
@@ -135,8 +136,9 @@ class Live(Quiet):
             self.time_left(done),
         )
         table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for title, align in (("", "left"), ("now", "right"), ("from the start", "left")):
-            table.add_column(title, justify=align, style=None)
+        table.add_column("")
+        table.add_column("now", justify="right")
+        table.add_column("from the start")
         for label, name, kind in ROWS:
             values = self.history.get(name, [])
             if values and (any(values) or name in SHOWN_ALWAYS):
@@ -188,7 +190,7 @@ def sparkline(values: Sequence[float]) -> str:
     """The course of a metric in at most ``TREND`` characters."""
     width = min(TREND, len(values))
     ends = [round(i * len(values) / width) for i in range(width + 1)]
-    parts = [values[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+    parts = [values[a:b] for a, b in itertools.pairwise(ends)]
     means = [sum(part) / len(part) for part in parts]
     low, high = min(means), max(means)
     span = high - low or 1.0

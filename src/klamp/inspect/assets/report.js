@@ -9,7 +9,7 @@
   const ON_PAPER = { small: 200, wide: 660, other: 315 }; // pixels of width
   // Every panel spans the same steps, so that they can be read one below the other.
   const ends = data.steps.flatMap((steps) => [steps[0], steps[steps.length - 1]]);
-  const span = [Math.min(...ends), Math.max(...ends)];
+  const span = [Math.min(0, ...ends), Math.max(1, ...ends)];
 
   const colour = (name) => getComputedStyle(root).getPropertyValue(name).trim();
 
@@ -48,7 +48,7 @@
     const whole = [0, 1, 2, 3, 4, 5, 6, 7].flatMap((n) => [1, 2, 5].map((k) => k * 10 ** n));
     const named = log ? (plot, values) => values.map((y) => (y == null ? "" : words(y, panel.unit))) : ticks(panel.unit);
     return [
-      { ...shared, size: 26, gap: 8, incrs: whole, values: steps, grid: { show: false } },
+      { ...shared, size: 26, gap: 8, space: 58, incrs: whole, values: steps, grid: { show: false } },
       { ...shared, size, gap: 6, space: 34, values: named },
     ];
   }
@@ -97,7 +97,7 @@
       const options = {
         width: frame.clientWidth || 320,
         height: frame.clientHeight || 124,
-        padding: [8, 12, 0, 0],
+        padding: [8, 8 + 3.2 * span[1].toLocaleString("en").length, 0, 0], // half of the last step's label
         legend: { show: false },
         scales: { x: { time: false }, y: log ? { distr: 3 } : { range: range(panel) } },
         axes: axes(panel, log),

@@ -1,9 +1,9 @@
 """Tasks on digits, made from a seed: sort, reverse, add, and one with a long answer.
 
-    s394571=  →  134579          sort
-    r394571=  →  175493          reverse
-    a37+48=   →  85              add
-    c394571=  →  134579,134579,… recite: the sorted digits sixteen times, 111 characters
+s394571=  →  134579          sort
+r394571=  →  175493          reverse
+a37+48=   →  85              add
+c394571=  →  134579,134579,… recite: the sorted digits sixteen times, 111 characters
 """
 
 from collections.abc import Callable

@@ -41,7 +41,7 @@ def demonstration(rng: Random, example: Example, skill: float = SKILL) -> str:
 
 
 def mistaken(rng: Random, answer: str) -> str:
-    """The usual mistake is to put the first digit last; else one is doubled, left out or off by one.
+    """The usual mistake: the first digit comes last. Else one is doubled, left out or off by 1.
 
     The usual one is more frequent than the right answer, so greedy decoding makes it too.
     """
@@ -107,9 +107,7 @@ def pretrain(
     rng = Random(f"demonstrator {seed}")
     for step in range(steps):
         names = rng.choices(list(mixture), weights=list(mixture.values()), k=rows)
-        examples = [
-            tasks[name].train(seed, step * rows + i, 1)[0] for i, name in enumerate(names)
-        ]
+        examples = [tasks[name].train(seed, step * rows + i, 1)[0] for i, name in enumerate(names)]
         ids, labels = labelled(tok, rng, examples, skill)
         loss = model(input_ids=ids, labels=labels).loss
         loss.backward()
