@@ -9,7 +9,7 @@ from typing import Any
 
 def write_text(path: Path, text: str) -> None:
     """The whole text, or the file as it was before."""
-    write_with(path, lambda partial: partial.write_text(text, encoding="utf-8"))
+    write_with(path, lambda partial: partial.write_bytes(text.encode("utf-8", "replace")))
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -48,6 +48,16 @@ def complete(metrics: Mapping[str, float]) -> dict[str, float]:
     return {**dict.fromkeys(ALWAYS, 0.0), **dict(sorted(finite.items()))}
 
 
+def of_skipped(scores: Sequence[float], state: ObjectiveState) -> dict[str, float]:
+    """What can be said of a batch that nothing was learnt from."""
+    known = [x for x in scores if math.isfinite(x)]
+    return {
+        "critic/score/mean": sum(known) / len(known) if known else 0.0,
+        "critic/kl_coef": state.kl_coef,
+        "actor/skipped_updates": 1.0,
+    }
+
+
 def anywhere(comm: Comm, problem: str | None) -> str | None:
     """A problem here, or the news that another process has one: all must skip together."""
     found = comm.max(torch.tensor(0.0 if problem is None else 1.0))

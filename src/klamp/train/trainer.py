@@ -105,7 +105,7 @@ def learn(
     if problem is not None:
         return Outcome(
             state=progress.state,
-            metrics={"critic/kl_coef": progress.state.kl_coef, "actor/skipped_updates": 1.0},
+            metrics=journal.of_skipped(scores, progress.state),
             skipped=progress.skipped + 1,
             problem=problem,
         )
