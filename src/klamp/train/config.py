@@ -80,22 +80,17 @@ def overridden(data: Mapping[str, Any], override: str) -> dict[str, Any]:
     name, equals, text = override.partition("=")
     if not equals or not all(name.split(".")):
         raise ConfigError(f"--set takes key=value such as optimizer.lr=1e-4, got {override!r}")
-    value = yamlfile.parse(text)
-    for key in reversed(name.split(".")):
-        value = {key: value}
-    return _put(data, value)
+    return _put(data, name.split("."), yamlfile.parse(text))
 
 
-def _put(data: Mapping[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    out = dict(data)
-    for key, new in change.items():
-        old = out.get(key)
-        if key == "objective" and isinstance(old, str):
-            old = {"preset": old}
-        if isinstance(new, Mapping) and isinstance(old, Mapping):
-            new = _put(old, new)
-        out[key] = new
-    return out
+def _put(data: Any, path: Sequence[str], value: Any) -> Any:
+    """``data`` with ``value`` at the end of the path, in place of what was there."""
+    if not path:
+        return value
+    if isinstance(data, str):  # `objective: klamp` is short for its preset
+        data = {"preset": data}
+    old: dict[str, Any] = dict(data) if isinstance(data, Mapping) else {}
+    return {**old, path[0]: _put(old.get(path[0]), path[1:], value)}
 
 
 def dump(config: Config) -> str:

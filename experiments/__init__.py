@@ -1,0 +1,1 @@
+"""Many-seed scenarios: `make experiments` runs them and writes docs/results/."""
