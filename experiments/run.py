@@ -10,6 +10,8 @@ Runs stay in runs/experiments/, so that what was interrupted goes on where it wa
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 from pathlib import Path
 
 from experiments import plots
@@ -43,14 +45,10 @@ def run(name: str, scenario: Scenario, seeds: int) -> None:
 
 def make_long_reference() -> None:
     """The reference of the long task, which does not ship with klamp."""
-    from klamp.train.tasks.pretrain import main as pretrain_main  # noqa: F401
-    import subprocess
-    import sys
-
     if not (Path(LONG) / "model.safetensors").exists():
-        arguments = ["--task", "recite", "--steps", "300", "--rows", "32", "--out", LONG]
+        made = f"--task recite --start builtin --lr 1e-3 --steps 300 --rows 32 --out {LONG}"
         subprocess.run(
-            [sys.executable, "-m", "klamp.train.tasks.pretrain", *arguments], check=True
+            [sys.executable, "-m", "klamp.train.tasks.pretrain", *made.split()], check=True
         )
 
 
@@ -61,7 +59,7 @@ def table(found: dict) -> str:
         "",
         f"`{found['command']}` at commit `{found['commit']}`; ![](./{found['scenario']}.svg)",
         "",
-        "| variant | seeds | true accuracy, sampled | mean | greedy | reward | KL, last ten steps |",
+        "| variant | seeds | true accuracy, sampled | mean | greedy | reward | KL at the end |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for variant in dict.fromkeys(run["variant"] for run in found["runs"]):
@@ -87,8 +85,13 @@ def spread(numbers: list[float], digits: int, unit: str = "") -> str:
 
 def draw() -> None:
     """Plots and the table of everything that has results."""
-    parts = ["# Results", "", "Written by `make experiments`; every number is of the runs listed "
-             "in the JSON file beside it. Ranges are over seeds.", ""]
+    parts = [
+        "# Results",
+        "",
+        "Written by `make experiments`; every number is of the runs listed "
+        "in the JSON file beside it. Ranges are over seeds.",
+        "",
+    ]
     for name in SCENARIOS:
         path = RESULTS / f"{name}.json"
         if path.exists():

@@ -23,9 +23,9 @@ class Job:
     seed: int
 
 
-def command(arguments: list[str], **options) -> subprocess.CompletedProcess:
+def command(arguments: list[str]) -> None:
     """`klamp …` in a process of its own."""
-    return subprocess.run([sys.executable, "-m", "klamp.cli", *arguments], check=True, **options)
+    subprocess.run([sys.executable, "-m", "klamp.cli", *arguments], check=True)
 
 
 def next_place(name: str) -> Path:
@@ -37,7 +37,7 @@ def next_place(name: str) -> Path:
 
 
 def run_all(jobs: list[Job], scratch: Path) -> list[dict]:
-    """The summaries of all jobs, in order; a job that is finished in ``scratch`` is not run again."""
+    """The summaries of all jobs, in order; what is finished in ``scratch`` is not run again."""
     with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
         return list(pool.map(lambda job: summary_of(job, scratch), jobs))
 

@@ -13,7 +13,6 @@ class Scenario:
     title: str
     variants: dict[str, tuple[str, tuple[str, ...]]]
     seeds: int = 5
-    note: str = ""
 
 
 def gradients() -> dict[str, tuple[str, tuple[str, ...]]]:
@@ -34,9 +33,7 @@ def long_responses() -> dict[str, tuple[str, tuple[str, ...]]]:
         "value": ("objective.kl.gradient=value",),
         "token": ("objective.kl.gradient=token",),
         "sequence": ("objective.kl.gradient=sequence",),
-        "in the reward": (
-            "objective.kl={gradient: value, estimator: k1, where: reward}",
-        ),
+        "in the reward": ("objective.kl={gradient: value, estimator: k1, where: reward}",),
     }
     return {name: ("configs/kl-gradient-long.yaml", changes) for name, changes in kinds.items()}
 
@@ -89,6 +86,7 @@ SCENARIOS = {
     "clean": Scenario(
         title="The clean reward, and every system's preset on it",
         variants=configs("clean", "open-instruct", "openrlhf", "roll", "trlx"),
+        seeds=3,
     ),
     "kl-gradient": Scenario(
         title="One KL, three gradients, on a leaky reward", variants=gradients()
@@ -97,5 +95,5 @@ SCENARIOS = {
         title="The same on responses of 111 tokens", variants=long_responses(), seeds=3
     ),
     "outliers": Scenario(title="Two rewards in a hundred are ±100", variants=outliers()),
-    "difficulty": Scenario(title="Prompts of mixed difficulty", variants=difficulty()),
+    "difficulty": Scenario(title="Prompts of mixed difficulty", variants=difficulty(), seeds=3),
 }

@@ -82,7 +82,9 @@ def test_nothing_is_said_of_padding_where_there_is_none_on_the_left():
 
 
 def test_positions_are_counted_from_the_first_token_that_is_there():
-    given = attention(torch.tensor([[False, False, True, True, True], [True, True, True, True, False]]))
+    given = attention(
+        torch.tensor([[False, False, True, True, True], [True, True, True, True, False]])
+    )
     assert given["position_ids"].tolist() == [[0, 0, 0, 1, 2], [0, 1, 2, 3, 3]]
     assert given["attention_mask"].tolist() == [[0, 0, 1, 1, 1], [1, 1, 1, 1, 0]]
 

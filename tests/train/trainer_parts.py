@@ -61,6 +61,7 @@ def model_directory(place, kind, **changes):
             "num_attention_heads": 2,
             "num_key_value_heads": 1,
             "head_dim": 16,
+            "tie_word_embeddings": False,
         },
     }[kind]
     ids = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": None}
@@ -69,8 +70,8 @@ def model_directory(place, kind, **changes):
     )
     model = transformers.AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
-        for parameter in model.parameters():  # far enough from nothing to tell tokens apart
-            parameter.normal_(std=0.15) if parameter.ndim > 1 else parameter.add_(0.0)
+        for matrix in (p for p in model.parameters() if p.ndim > 1):
+            matrix.normal_(std=0.15)  # far enough from nothing to tell tokens apart
     model.save_pretrained(place)
     tokenizer.save_pretrained(place)
     return str(place)

@@ -23,7 +23,7 @@ PATIENCE = 120  # seconds
 
 
 def start(arguments, log, moment=None, environment=None):
-    """`klamp ARGUMENTS` in a process of its own, what it says in ``log``; see ``at`` for moments."""
+    """`klamp ARGUMENTS` in a process of its own, which writes what it says into ``log``."""
     given = ([str(a) for a in arguments], str(log), moment, environment or {})
     process = FORKS.Process(target=_command, args=given)
     process.start()

@@ -16,7 +16,7 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("true accuracy, sampled", "task/accuracy", "percent"),
     ("· held out, sampled", "eval/accuracy", "percent"),
     ("· held out, greedy", "eval/accuracy_greedy", "percent"),
-    ("reward", "critic/score/mean", "number"),
+    ("reward (what is trained on)", "critic/score/mean", "number"),
     ("KL to the reference", "critic/kl", "number"),
     ("· target", "critic/kl_target", "number"),
     ("β", "critic/kl_coef", "number"),
@@ -27,7 +27,6 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("response length", "response/length_mean", "number"),
     ("tokens per second", "time/tokens_per_second", "count"),
 )
-SHOWN_ALWAYS = {"critic/score/mean", "critic/kl"}
 
 
 @runtime_checkable
@@ -141,7 +140,7 @@ class Live(Quiet):
         table.add_column("from the start")
         for label, name, kind in ROWS:
             values = self.history.get(name, [])
-            if values and (any(values) or name in SHOWN_ALWAYS):
+            if values:
                 table.add_row(label, shown(values[-1], kind), sparkline(values))
         warned = [Text(f"warning: {w}", style="yellow") for w in self.said]
         return Group(Text(headline(self.config, self.place), style="bold"), bar, table, *warned)

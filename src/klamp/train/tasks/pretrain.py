@@ -1,7 +1,7 @@
 """Make the built-in reference policy: a small model that imitates a mediocre demonstrator.
 
     python -m klamp.train.tasks.pretrain            # writes the checkpoint that ships with klamp
-    python -m klamp.train.tasks.pretrain --task recite --steps 600 --out DIR
+    python -m klamp.train.tasks.pretrain --task recite --start builtin --lr 1e-3 --rows 32 --out DIR
 
 The demonstrator is right 38 % of the time and otherwise makes one of a few systematic mistakes, so
 what the model samples at temperature 1 is right about as often as not quite: there is something to
@@ -93,11 +93,17 @@ def labelled(tok: Any, rng: Random, examples: Sequence[Example], skill: float) -
 
 
 def pretrain(
-    mixture: dict[str, float], *, steps: int, rows: int, lr: float, skill: float, seed: int
-) -> tuple["LlamaForCausalLM", Any]:
-    """A model that has imitated the demonstrator, and its tokenizer."""
-    tok = tokenizer()
-    model = blank_model(len(tok), seed)
+    model: "LlamaForCausalLM",
+    tok: Any,
+    mixture: dict[str, float],
+    *,
+    steps: int,
+    rows: int,
+    lr: float,
+    skill: float,
+    seed: int,
+) -> None:
+    """The model imitates the demonstrator."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     warm = max(1, steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -117,7 +123,6 @@ def pretrain(
         schedule.step()
         if step % 50 == 49:
             print(f"step {step + 1} loss {loss.item():.4f}", flush=True)
-    return model, tok
 
 
 def main() -> None:
@@ -129,11 +134,18 @@ def main() -> None:
     parse.add_argument("--lr", type=float, default=3e-3)
     parse.add_argument("--skill", type=float, default=SKILL)
     parse.add_argument("--seed", type=int, default=0)
+    parse.add_argument("--start", choices=["blank", "builtin"], default="blank")
     parse.add_argument("--out", type=Path, default=BUILTIN)
     given = parse.parse_args()
     began = time.process_time()
     mixture = SHIPPED if given.task in (None, "shipped") else {given.task: 1.0}
-    model, tok = pretrain(
+    tok = tokenizer()
+    model = blank_model(len(tok), given.seed)
+    if given.start == "builtin":
+        model = type(model).from_pretrained(BUILTIN)
+    pretrain(
+        model,
+        tok,
         mixture,
         steps=given.steps,
         rows=given.rows,
