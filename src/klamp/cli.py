@@ -53,15 +53,20 @@ def train(
     else:
         loaded = configs.load(config, given)
         place = launch.new_place(out, config.stem if config else "default")
-    with view_of(loaded, place, quiet=quiet) as view:
-        progress = launch.launch(loaded, place, view)
+    try:
+        with view_of(loaded, place, quiet=quiet or not launch.is_first()) as view:
+            progress = launch.launch(loaded, place, view)
+    except KlampError:
+        if out is None and resume is None:
+            launch.forget(place)
+        raise
     done = progress.step == loaded.steps
     last = (
         closing(loaded, runlog.read(place))
         if done
         else interrupted(place, progress.step, loaded.steps)
     )
-    if not quiet or not done:
+    if launch.is_first() and not (quiet and done):
         print("\n".join(last))
     if not done:
         raise typer.Exit(130)

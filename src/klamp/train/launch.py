@@ -12,7 +12,7 @@ from types import FrameType
 import torch
 
 from klamp.errors import ConfigError
-from klamp.inspect import render
+from klamp.inspect import render, runlog
 from klamp.inspect.files import write_text
 from klamp.train import saving, trainer
 from klamp.train.checkpoint import Progress
@@ -55,6 +55,17 @@ def launch(config: Config, place: Path, watch: Watch) -> Progress:
     return progress
 
 
+def is_first() -> bool:
+    """Whether this process speaks for the run; torchrun's first one does."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def forget(place: Path) -> None:
+    """Remove the directory of a run that failed before its first step."""
+    if not any(runlog.lines(place / runlog.METRICS)):
+        shutil.rmtree(place, ignore_errors=True)
+
+
 def unwatched(*_: object) -> None:
     """What the other processes show: nothing."""
 
@@ -62,13 +73,15 @@ def unwatched(*_: object) -> None:
 def new_place(out: Path | None, name: str) -> Path:
     """An empty directory for a new run: ``out``, or the next free ``runs/name-N``."""
     if out is not None:
-        if (out / "config.yaml").exists() or (out / "metrics.jsonl").exists():
+        if any(runlog.lines(out / runlog.METRICS)):
             raise ConfigError(
                 f"{out} already holds a run; go on with it by `klamp train --resume {out}`, or "
                 "give another --out"
             )
         out.mkdir(parents=True, exist_ok=True)
         return out
+    if os.environ.get("RANK") is not None:
+        raise ConfigError("several processes must agree on a run directory; give --out DIR")
     number = 1
     while True:
         place = Path("runs") / f"{name}-{number}"
@@ -106,8 +119,6 @@ def alone_in(place: Path, comm: Comm) -> Generator[None]:
     if comm.rank != 0:
         yield
         return
-    for partial in place.glob("**/.*.partial"):  # of a process that was killed
-        shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
     with (place / ".lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -115,6 +126,8 @@ def alone_in(place: Path, comm: Comm) -> Generator[None]:
             raise ConfigError(
                 f"another process is training in {place}; wait for it, or give another --out"
             ) from error
+        for partial in place.glob("**/.*.partial"):  # of a process that was killed
+            shutil.rmtree(partial) if partial.is_dir() else partial.unlink()
         yield
 
 
