@@ -4,7 +4,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 KLAMP := $(BIN)/klamp
 
-.PHONY: setup train train-contrast experiments test test-slow check lint types format bench clean
+.PHONY: setup browser train train-contrast experiments test test-slow check lint types format bench clean
 
 setup: $(STAMP)
 
@@ -26,7 +26,14 @@ experiments: setup
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[experiments]"
 	OMP_NUM_THREADS=1 $(BIN)/python -m experiments.run $(ONLY)
 
-test: setup
+# The report's tests want a browser: Debian's, where this user may install it; else they are skipped.
+browser:
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	  timeout 600 sh -c '(apt-get -qq install -y chromium || \
+	    (apt-get -qq update && apt-get -qq install -y chromium)) >/dev/null 2>&1' || true; fi
+
+test: setup browser
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q
 
 test-slow: setup

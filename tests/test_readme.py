@@ -18,14 +18,25 @@ def test_the_twenty_lines_run(capsys):
     assert len(capsys.readouterr().out.split()) == 3
 
 
+def listed_under(folder):
+    (block,) = re.findall(rf"^  {folder}/.*\n((?:    .*\n)+)", README, re.M)
+    return set(re.findall(r"^    (\w+\.py) ", block, re.M))
+
+
 def test_every_core_file_is_in_the_tree_and_nothing_else_is():
-    listed = set(re.findall(r"^    (\w+\.py) ", README, re.M))
     there = {p.name for p in (ROOT / "src/klamp/objective").glob("*.py")} - {"__init__.py"}
-    assert listed == there
+    assert listed_under("objective") == there
+
+
+@pytest.mark.parametrize("folder", ["inspect", "train"])
+def test_every_file_that_the_tree_names_exists(folder):
+    assert listed_under(folder)
+    for name in listed_under(folder):
+        assert (ROOT / "src/klamp" / folder / name).exists(), name
 
 
 def test_every_path_it_names_exists():
-    for path in re.findall(r"`((?:src|tests|examples|benchmarks)/[\w/.]*)`", README):
+    for path in re.findall(r"`((?:src|tests|examples|benchmarks|docs|configs|experiments)/[\w/.]*)`", README):
         assert (ROOT / path).exists(), path
 
 

@@ -65,7 +65,7 @@ def anywhere(comm: Comm, problem: str | None) -> str | None:
 
 
 def sample_metrics(samples: Samples, comm: Comm) -> dict[str, float]:
-    """Accuracy and lengths of the step's samples, over all processes."""
+    """Accuracy (of those whose answer is known) and lengths of samples, over all processes."""
     told = [is_right(e, t) for e, t in zip(samples.examples, samples.texts, strict=True)]
     lengths = samples.tokens.mask.sum(dim=1)
     counts = [
@@ -81,6 +81,7 @@ def sample_metrics(samples: Samples, comm: Comm) -> dict[str, float]:
         "response/length_mean": tokens / rows,
         "response/length_max": float(longest),
         "response/truncated_frac": cut / rows,
+        "task/graded": known / rows,
     }
     return {**found, "task/accuracy": right / known} if known else found
 

@@ -116,7 +116,8 @@ class Live(Quiet):
         self.last = line
         self.said = [*self.said, *(w for w in warnings if w not in self.said)][-3:]
         for _, name, _ in ROWS:
-            if name in line.metrics:
+            known = name != "task/accuracy" or line.metrics.get("task/graded")
+            if name in line.metrics and known:
                 self.history.setdefault(name, []).append(line.metrics[name])
         self.live.update(self.drawn())
 
@@ -168,7 +169,8 @@ def plain_line(line: Step, steps: int) -> str:
     """One step in one line."""
     m = line.metrics
     parts = [f"step {line.step:>{len(str(steps))}}/{steps}"]
-    parts.append(f"accuracy {shown(m['task/accuracy'], 'percent')}")
+    if m.get("task/graded"):
+        parts.append(f"accuracy {shown(m['task/accuracy'], 'percent')}")
     if "eval/accuracy" in m:
         greedy = shown(m["eval/accuracy_greedy"], "percent")
         parts.append(f"held out {shown(m['eval/accuracy'], 'percent')} (greedy {greedy})")
