@@ -13,6 +13,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 LAYERS = ["errors", "types", "objective", "heads", "presets", "inspect", "train", "cli"]
 PURE = [p for p in FILES if p.relative_to(SOURCE).parts[0] in ("objective", "heads", "presets")]
 CORE = [p for p in FILES if p.relative_to(SOURCE).parts[0] in ("objective", "presets")]
+TRAIN = [p for p in FILES if p.relative_to(SOURCE).parts[0] in ("train", "inspect", "cli.py")]
 MAX_LINES, MAX_NAMES = 250, 25
 EXPONENTIATES = {"klamp.objective.logratio", "klamp.objective.exact"}
 EXPONENTIALS = {"exp", "exp_", "exp2", "expm1", "expm1_"}
@@ -111,6 +112,16 @@ def test_one_file_exponentiates_differences_of_log_probs(path):
 @pytest.mark.parametrize("path", CORE, ids=module_name)
 def test_the_core_does_not_know_what_it_runs_on(path):
     if module_name(path) in KNOWS_DEVICES:
+        return
+    strings = {n.value for n in ast.walk(tree(path)) if isinstance(n, ast.Constant)}
+    assert not strings & {"cuda", "cpu", "mps", "xpu"}
+    called = {n.attr for n in ast.walk(tree(path)) if isinstance(n, ast.Attribute)}
+    assert not called & {"cuda", "cpu", "mps"}
+
+
+@pytest.mark.parametrize("path", TRAIN, ids=module_name)
+def test_only_models_and_sampler_name_a_device(path):
+    if path.stem in ("models", "sampler", "settings"):  # settings: the choices of a config
         return
     strings = {n.value for n in ast.walk(tree(path)) if isinstance(n, ast.Constant)}
     assert not strings & {"cuda", "cpu", "mps", "xpu"}

@@ -38,7 +38,7 @@ def write(place: Path, record: Record) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     save_file(
-        {k: x.detach().cpu().contiguous() for k, x in record.tensors.items()}, partial / TENSORS
+        {k: x.detach().contiguous() for k, x in record.tensors.items()}, partial / TENSORS
     )
     (partial / ABOUT).write_text(json.dumps(record.about, indent=1, ensure_ascii=False) + "\n")
     for path in (partial / TENSORS, partial / ABOUT, partial):

@@ -97,7 +97,7 @@ def _write(place: Path, models: Models, optimizer: Any, progress: Progress) -> N
 def trained(network: torch.nn.Module) -> dict[str, Tensor]:
     """The weights that are trained, by name; tied ones once."""
     named = network.named_parameters()
-    return {n: p.detach().cpu().contiguous() for n, p in named if p.requires_grad}
+    return {n: p.detach().contiguous() for n, p in named if p.requires_grad}
 
 
 def _fill(network: torch.nn.Module, weights: dict[str, Tensor], place: Path) -> None:

@@ -5,6 +5,7 @@ the position before it. Nothing outside this file knows that.
 """
 
 import contextlib
+import os
 from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any
@@ -70,10 +71,12 @@ def device_of(name: str) -> torch.device:
     """The device of a name; auto takes the fastest there is."""
     there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.mps.is_available()}
     if name == "auto":
-        return torch.device(next(kind for kind in ("cuda", "mps", "cpu") if there[kind]))
+        name = next(kind for kind in ("cuda", "mps", "cpu") if there[kind])
     if not there[name]:
         found = ", ".join(kind for kind, is_there in there.items() if is_there)
         raise ConfigError(f"model.device: {name} is not available here; there is {found}")
+    if name == "cuda":  # torchrun starts one process per card, and says which is whose
+        return torch.device(name, int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device(name)
 
 
