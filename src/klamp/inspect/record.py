@@ -37,9 +37,7 @@ def write(place: Path, record: Record) -> None:
     partial = place.with_name(f".{place.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    save_file(
-        {k: x.detach().contiguous() for k, x in record.tensors.items()}, partial / TENSORS
-    )
+    save_file({k: x.detach().contiguous() for k, x in record.tensors.items()}, partial / TENSORS)
     (partial / ABOUT).write_text(json.dumps(record.about, indent=1, ensure_ascii=False) + "\n")
     for path in (partial / TENSORS, partial / ABOUT, partial):
         sync(path)

@@ -58,12 +58,6 @@ def of_skipped(scores: Sequence[float], state: ObjectiveState) -> dict[str, floa
     }
 
 
-def anywhere(comm: Comm, problem: str | None) -> str | None:
-    """A problem here, or the news that another process has one: all must skip together."""
-    found = comm.max(torch.tensor(0.0 if problem is None else 1.0))
-    return problem if problem is not None or not float(found) else "a tensor on another process"
-
-
 def sample_metrics(samples: Samples, comm: Comm) -> dict[str, float]:
     """Accuracy (of those whose answer is known) and lengths of samples, over all processes."""
     told = [is_right(e, t) for e, t in zip(samples.examples, samples.texts, strict=True)]

@@ -25,7 +25,7 @@ from klamp.train.rollout import Observed, Samples
 from klamp.train.tasks import catalogue
 from klamp.train.tasks.task import Task
 from klamp.train.tracking import Tracker, trackers
-from klamp.train.update import Learner, first_bad, optimizer_of, rate
+from klamp.train.update import Learner, anywhere, first_bad, optimizer_of, rate
 
 Watch = Callable[[Step, Sequence[str]], None]
 """Sees every line of the log, with what there is to be warned of."""
@@ -101,7 +101,7 @@ def learn(
 ) -> Outcome:
     """prepare → shares → loss → update; nothing of it where the models' numbers are not finite."""
     step, config, comm = progress.step + 1, run.config, run.comm
-    problem = journal.anywhere(comm, first_bad(vars(observed), samples.tokens.mask))
+    problem = anywhere(comm, first_bad(vars(observed), samples.tokens.mask))
     if problem is not None:
         return Outcome(
             state=progress.state,

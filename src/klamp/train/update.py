@@ -4,6 +4,7 @@ Each token's share of an optimizer step is fixed before the step is cut into for
 cut gives the same gradient. An update that is not finite never reaches the weights.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -53,14 +54,11 @@ def rate(settings: OptimizerSettings, step: int, steps: int) -> float:
     done = (step - settings.warmup_steps - 1) / max(1, steps - settings.warmup_steps - 1)
     falls = {
         "constant": 1.0,
-        "linear": 1.0 - done,
-        "cosine": 0.5 + 0.5 * torch.cos(torch.tensor(done * torch.pi)).item(),
-    }[settings.schedule]
-    return (
-        falls
-        if settings.schedule == "constant"
-        else settings.final_lr + (1.0 - settings.final_lr) * falls
-    )
+        "linear": settings.final_lr + (1.0 - settings.final_lr) * (1.0 - done),
+        "cosine": settings.final_lr
+        + (1.0 - settings.final_lr) * (0.5 + 0.5 * math.cos(math.pi * done)),
+    }
+    return falls[settings.schedule]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -107,17 +105,18 @@ class Learner:
             problem = problem or bad
         numbers = reduced(counted, self.comm)
         self.share_gradients()
-        norms = [self.clip(group["params"]) for group in self.optimizer.param_groups]
-        finite = all(torch.isfinite(torch.tensor(norms)))
-        problem = problem or (None if finite else self.first_bad_gradient())
-        if finite:
-            self.optimizer.step()
+        norms = [self.norm(group["params"]) for group in self.optimizer.param_groups]
+        if problem is None and not all(map(math.isfinite, norms)):
+            problem = self.first_bad_gradient()
+        problem = anywhere(self.comm, problem)
+        if problem is None:
+            self.step(norms)
         self.optimizer.zero_grad()
         numbers["actor/grad_norm"] = norms[0]
         if len(norms) > 1:
             numbers["critic/grad_norm"] = norms[1]
-        numbers["actor/skipped_updates"] = float(not finite)
-        return numbers, None if finite else problem or "a gradient on another process"
+        numbers["actor/skipped_updates"] = float(problem is not None)
+        return numbers, problem
 
     def backward(
         self, tokens: Tokens, batch: Batch, targets: Targets, shares: Tensor, rows: Tensor
@@ -166,12 +165,18 @@ class Learner:
         for p, summed in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
             p.grad.copy_(summed.view_as(p))
 
-    def clip(self, parameters: Iterable[Tensor]) -> float:
-        """The norm of the gradient, which is then at most ``max_grad_norm``."""
+    def norm(self, parameters: Iterable[Tensor]) -> float:
+        """The norm of the gradient."""
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(gradients))
+
+    def step(self, norms: Sequence[float]) -> None:
+        """One step of AdamW on gradients whose norm is at most ``max_grad_norm``."""
         most = self.settings.max_grad_norm
-        return float(
-            torch.nn.utils.clip_grad_norm_(parameters, float("inf") if most is None else most)
-        )
+        for group, norm in zip(self.optimizer.param_groups, norms, strict=True):
+            if most is not None:
+                torch.nn.utils.clip_grads_with_norm_(group["params"], most, torch.tensor(norm))
+        self.optimizer.step()
 
     def first_bad_gradient(self) -> str:
         """The first parameter whose gradient is not finite, by name."""
@@ -181,6 +186,12 @@ class Learner:
                 if p.grad is not None and not bool(p.grad.isfinite().all()):
                     return f"the gradient of {owner} parameter {name}"
         return "the norm of the gradient"
+
+
+def anywhere(comm: Comm, problem: str | None) -> str | None:
+    """A problem here, or the news that another process has one: all must skip together."""
+    found = comm.max(torch.tensor(0.0 if problem is None else 1.0))
+    return problem if problem is not None or not float(found) else "a tensor on another process"
 
 
 def first_bad(
