@@ -215,7 +215,14 @@ def test_bfloat16_where_it_is_asked_for_or_the_device_is_fast_at_it(
 def test_auto_takes_the_fastest_device_there_is(monkeypatch, there, wanted):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: "cuda" in there)
     monkeypatch.setattr(torch.mps, "is_available", lambda: "mps" in there)
-    assert device_of("auto") == torch.device(wanted)
+    assert device_of("auto").type == wanted
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_each_of_torchruns_processes_has_a_card_of_its_own(monkeypatch, rank):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    assert device_of("cuda") == device_of("auto") == torch.device("cuda", rank)
 
 
 def test_a_device_that_is_not_there_is_refused_with_those_that_are(monkeypatch):

@@ -1,3 +1,5 @@
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -90,7 +92,7 @@ def test_rows_of_similar_length_are_together(case):
 @given(cuts)
 def test_a_part_ends_only_where_the_next_row_would_not_fit(case):
     whole, _, parts = cut(*case)
-    for one, two in zip(parts, parts[1:], strict=False):
+    for one, two in itertools.pairwise(parts):
         first = torch.cat([one, two[:1]])
         part = whole.select(first)
         assert part.prompts.numel() + part.responses.numel() > case[1]

@@ -1,4 +1,4 @@
-import math
+import re
 
 import pytest
 from hypothesis import given
@@ -54,7 +54,8 @@ def test_words_stay_words(text):
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("12", 12), ("null", None), ("true", True), ("[1, a]", [1, "a"]), ("", None)]
+    ("text", "value"),
+    [("12", 12), ("null", None), ("true", True), ("[1, a]", [1, "a"]), ("", None)],
 )
 def test_everything_else_is_as_in_yaml(text, value):
     found = yamlfile.parse(text)
@@ -132,31 +133,29 @@ def test_a_mapping_can_be_merged_into_another():
     assert yamlfile.parse(text)["sampling"] == {"prompts": 2, "top_k": 4}
 
 
+@pytest.mark.xfail(strict=True, raises=ConfigError, reason="YAML 1.1 has a type for it")
+def test_an_equals_sign_is_text():
+    assert yamlfile.parse("written: =") == {"written": "="}
+
+
 def test_dump_keeps_the_order_and_writes_letters_as_they_are():
     assert yamlfile.dump({"steps": 1, "name": "β → 0", "a": None}) == (
         "steps: 1\nname: β → 0\na: null\n"
     )
 
 
-@given(plain.filter(lambda x: not has_bare_exponent(x)))
+@given(plain.filter(lambda x: not has_numeric_text(x)))
 def test_what_is_dumped_is_read_back(value):
     assert yamlfile.parse(yamlfile.dump(value)) == value
+
+
+def has_numeric_text(x):
+    """Text such as 1e4: see the next test."""
+    if isinstance(x, dict | list):
+        return any(map(has_numeric_text, x.values() if isinstance(x, dict) else x))
+    return isinstance(x, str) and re.fullmatch(r"[-+]?[0-9].*e.*[0-9]", x) is not None
 
 
 @pytest.mark.xfail(strict=True, reason="dump does not know that the loader takes 1e4 for a number")
 def test_text_that_looks_like_a_number_is_read_back_as_text():
     assert yamlfile.parse(yamlfile.dump({"written": "1e4"})) == {"written": "1e4"}
-
-
-def has_bare_exponent(x):
-    """Text such as 1e4, which comes back as a number; see the test below this one."""
-    if isinstance(x, dict | list):
-        return any(map(has_bare_exponent, x.values() if isinstance(x, dict) else x))
-    return isinstance(x, str) and is_number(x)
-
-
-def is_number(text):
-    try:
-        return math.isfinite(float(text)) or True
-    except ValueError:
-        return False

@@ -22,9 +22,9 @@ FORKS.set_forkserver_preload(["klamp.train.launch", "klamp.cli", "peft", "pytest
 PATIENCE = 120  # seconds
 
 
-def start(arguments, log, moment=None, environment=None):
+def start(arguments, log, moment=None, environment=None, cwd="."):
     """`klamp ARGUMENTS` in a process of its own, which writes what it says into ``log``."""
-    given = ([str(a) for a in arguments], str(log), moment, environment or {})
+    given = ([str(a) for a in arguments], str(log), moment, environment or {}, str(cwd))
     process = FORKS.Process(target=_command, args=given)
     process.start()
     return process
@@ -59,6 +59,22 @@ def ranks(function, place, *arguments, size=2):
     return [torch.load(Path(place) / f"rank-{rank}.pt") for rank in range(size)]
 
 
+def klamp_ranks(*arguments, place, size=2, moments=(), cwd="."):
+    """(exit code, what it said) of each of ``size`` processes, started as torchrun starts them."""
+    port = free_port()
+    found = [
+        start(
+            arguments,
+            Path(place) / f"rank-{rank}.log",
+            dict(moments).get(rank),
+            _addressed(rank, size, port),
+            cwd,
+        )
+        for rank in range(size)
+    ]
+    return [(finished(p), (Path(place) / f"rank-{r}.log").read_text()) for r, p in enumerate(found)]
+
+
 def at(event, pattern, *, nth=1, send=signal.SIGKILL):
     """A moment: just before the nth audited event (open, os.rename, …) on a path like ``pattern``.
 
@@ -89,11 +105,12 @@ def free_port():
         return s.getsockname()[1]
 
 
-def _command(arguments, log, moment, environment):
+def _command(arguments, log, moment, environment, cwd):
     from klamp import cli
 
     _speak_into(log)
     os.environ.update(environment)
+    os.chdir(cwd)
     if moment is not None:
         sys.addaudithook(_Trap(*moment))
     sys.argv = ["klamp", *arguments]
@@ -103,13 +120,23 @@ def _command(arguments, log, moment, environment):
 def _rank(function, rank, size, port, place, arguments):
     _speak_into(f"{place}/rank-{rank}.log")
     torch.set_num_threads(1)
-    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    os.environ.update(address | {"RANK": str(rank), "WORLD_SIZE": str(size)})
+    os.environ.update(_addressed(rank, size, port))
     try:
         torch.save(function(rank, *arguments), f"{place}/rank-{rank}.pt")
     except BaseException:
         traceback.print_exc()
         raise
+
+
+def _addressed(rank, size, port):
+    """What torchrun tells a process about the others."""
+    return {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+    }
 
 
 def _speak_into(log):
