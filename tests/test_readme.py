@@ -36,7 +36,9 @@ def test_every_file_that_the_tree_names_exists(folder):
 
 
 def test_every_path_it_names_exists():
-    for path in re.findall(r"`((?:src|tests|examples|benchmarks|docs|configs|experiments)/[\w/.]*)`", README):
+    for path in re.findall(
+        r"`((?:src|tests|examples|benchmarks|docs|configs|experiments)/[\w/.]*)`", README
+    ):
         assert (ROOT / path).exists(), path
 
 

@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -60,16 +60,15 @@ def train(
         if out is None and resume is None:
             launch.forget(place)
         raise
-    done = progress.step == loaded.steps
-    last = (
-        closing(loaded, runlog.read(place))
-        if done
-        else interrupted(place, progress.step, loaded.steps)
-    )
-    if launch.is_first() and not (quiet and done):
-        print("\n".join(last))
+    except KeyboardInterrupt:
+        _say_stopped(place)
+    done = progress.step >= loaded.steps
+    if not done and launch.is_first():
+        print("\n".join(interrupted(place, progress.step, loaded.steps)))
     if not done:
         raise typer.Exit(130)
+    if launch.is_first() and not quiet:
+        print("\n".join(closing(loaded, runlog.read(place))))
 
 
 @app.command()
@@ -117,6 +116,13 @@ def presets(
         print(f"{key:<16}{(make.__doc__ or '').strip().splitlines()[0]}")
 
 
+def _say_stopped(place: Path) -> NoReturn:
+    """A second Ctrl-C: nothing was saved since the last checkpoint."""
+    again = f"`klamp train --resume {place}` goes on from the last checkpoint"
+    print(f"klamp: stopped at once; {again}", file=sys.stderr)
+    raise typer.Exit(130)
+
+
 def _refuse_with_resume(config: Path | None, out: Path | None, resume: Path) -> None:
     if config is not None or out is not None:
         raise ConfigError(
@@ -134,12 +140,6 @@ def main() -> None:
     except KlampError as error:
         print(f"klamp: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        print(
-            "klamp: stopped at once; `klamp train --resume RUN` goes on from the last checkpoint",
-            file=sys.stderr,
-        )
-        raise SystemExit(130) from None
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ def test_an_unknown_name_or_setting_names_the_known_ones():
     with pytest.raises(ConfigError, match=r"unknown preset 'verl'; one of open-instruct, openrlhf"):
         presets.load("verl")
     with pytest.raises(
-        ConfigError, match=r"'trlx' has no setting 'beta'; it has init_kl_coef, tar"
+        ConfigError, match=r"'trlx' has no setting 'beta'; one of init_kl_coef, tar"
     ):
         presets.load("trlx", beta=0.1)
 

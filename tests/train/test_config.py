@@ -207,23 +207,19 @@ def test_a_refusal_says_which_file_it_is_about(tmp_path):
     assert refusal("stps=3").startswith("the built-in config: ")
 
 
-@pytest.mark.xfail(strict=True, reason="the first letter of our own sentences is lowered too")
 def test_names_keep_their_letters(as_users_run_it):
     assert "KLTerm has no setting 'gradiant'" in refusal("objective.kl.gradiant=token")
 
 
-@pytest.mark.xfail(strict=True, reason="`got` is added to sentences that have it")
 @pytest.mark.parametrize("override", ["objective=3", "objective=klmp"])
 def test_what_was_given_is_said_once(override):
     said, given = refusal(override), override.partition("=")[2]
     assert said.count(given) == 1
 
 
-@pytest.mark.xfail(strict=True, reason="bad YAML in --set does not say which --set")
 def test_an_override_that_is_bad_yaml_is_named():
     assert "steps=[1" in refusal("seed=1", "steps=[1")
 
 
-@pytest.mark.xfail(strict=True, reason="an evaluation file without a file is not looked at")
 def test_an_evaluation_file_for_a_built_in_task_is_refused():
     assert "evaluation_file" in refusal("task.evaluation_file=held_out.jsonl")

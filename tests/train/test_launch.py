@@ -175,7 +175,7 @@ def whole_run(rank, place):
     with launch.processes() as comm:
         run = tiny_run(place / "run", "steps=3", "checkpoints.every=2", comm=comm)
         first = [e.prompt for e in trainer.sample(run, 1).examples[::4]]
-        trainer.train(run, launch.unwatched, lambda: False)
+        trainer.train(run, trainer.resume(run), launch.unwatched, lambda: False)
         return {"weights": weights(run.models.policy), "prompts": first}
 
 

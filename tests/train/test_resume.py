@@ -251,7 +251,6 @@ def test_a_second_signal_ends_the_run_at_once(undisturbed, place):
     same(place, undisturbed())
 
 
-@pytest.mark.xfail(strict=True, reason="typer turns KeyboardInterrupt into Exit(130) before main")
 def test_a_run_that_ends_at_once_says_how_to_go_on(place):
     assert "klamp: stopped at once; `klamp train --resume" in interrupted_twice(place)[1]
 

@@ -145,7 +145,7 @@ def test_prompts_go_on_where_the_last_step_ended(tmp_path):
 def test_a_step_that_is_asked_to_stop_is_finished_and_saved(tmp_path):
     run = tiny_run(tmp_path, "steps=5", "checkpoints.every=4")
     answers = iter([False, True])
-    progress = trainer.train(run, lambda *_: None, lambda: next(answers))
+    progress = trainer.train(run, trainer.resume(run), lambda *_: None, lambda: next(answers))
     assert progress.step == 2
     assert checkpoint.latest(tmp_path).name == "step-000002"
     assert len(runlog.read(tmp_path).steps) == 2
@@ -272,8 +272,8 @@ def test_weights_that_have_left_the_numbers_end_the_run_in_the_sampler(tmp_path)
 
 
 def test_a_missing_score_is_counted_and_nothing_else_is_lost(tmp_path):
-    function = "def some(prompts, **k):\n    return [None, 1.0, 0.0, 2.0] * (len(prompts) // 4)\n"
-    (tmp_path / "mine.py").write_text(function)
+    first, then = "def some(prompts, completions, **columns):", "[None, 1.0, 0.0, 2.0]"
+    (tmp_path / "mine.py").write_text(f"{first}\n    return {then} * (len(prompts) // 4)\n")
     trained(tiny_run(tmp_path, "steps=1", f"reward.function={tmp_path}/mine.py:some"))
     (line,) = runlog.read(tmp_path).steps
     assert line.metrics["signal/missing_scores"] == 4

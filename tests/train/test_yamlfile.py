@@ -1,5 +1,3 @@
-import re
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -120,20 +118,17 @@ def test_a_file_that_cannot_be_read_is_refused_with_the_reason(file, tmp_path):
         yamlfile.read(file(b"\xff\xfe\x00"))
 
 
-@pytest.mark.xfail(strict=True, raises=TypeError, reason="a key that cannot be hashed: traceback")
 @pytest.mark.parametrize("text", ["{[1]: 2}", "? {a: 1}\n: 2\n"])
 def test_a_key_that_is_a_list_or_a_mapping_is_refused(text):
     with pytest.raises(ConfigError):
         yamlfile.parse(text)
 
 
-@pytest.mark.xfail(strict=True, raises=ConfigError, reason="`<<` is looked up as a key")
 def test_a_mapping_can_be_merged_into_another():
     text = "base: &base {prompts: 2, top_k: 3}\nsampling: {<<: *base, top_k: 4}\n"
     assert yamlfile.parse(text)["sampling"] == {"prompts": 2, "top_k": 4}
 
 
-@pytest.mark.xfail(strict=True, raises=ConfigError, reason="YAML 1.1 has a type for it")
 def test_an_equals_sign_is_text():
     assert yamlfile.parse("written: =") == {"written": "="}
 
@@ -144,18 +139,10 @@ def test_dump_keeps_the_order_and_writes_letters_as_they_are():
     )
 
 
-@given(plain.filter(lambda x: not has_numeric_text(x)))
+@given(plain)
 def test_what_is_dumped_is_read_back(value):
     assert yamlfile.parse(yamlfile.dump(value)) == value
 
 
-def has_numeric_text(x):
-    """Text such as 1e4: see the next test."""
-    if isinstance(x, dict | list):
-        return any(map(has_numeric_text, x.values() if isinstance(x, dict) else x))
-    return isinstance(x, str) and re.fullmatch(r"[-+]?[0-9].*e.*[0-9]", x) is not None
-
-
-@pytest.mark.xfail(strict=True, reason="dump does not know that the loader takes 1e4 for a number")
 def test_text_that_looks_like_a_number_is_read_back_as_text():
     assert yamlfile.parse(yamlfile.dump({"written": "1e4"})) == {"written": "1e4"}

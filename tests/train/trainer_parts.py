@@ -36,7 +36,7 @@ def tiny_run(place, *overrides, file=None, comm=None):
 
 def trained(run, watch=lambda line, said: None):
     """The run, to its end."""
-    return trainer.train(run, watch, lambda: False)
+    return trainer.train(run, trainer.resume(run), watch, lambda: False)
 
 
 def model_directory(place, kind, **changes):

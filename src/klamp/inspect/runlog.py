@@ -103,11 +103,11 @@ def lines(path: Path) -> Iterator[Step]:
     """The whole lines of a log; only the last may be torn."""
     if not path.exists():
         return
-    texts = path.read_text(encoding="utf-8").split("\n")
+    texts = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, text in enumerate(texts[:-1], start=1):
         try:
             raw: dict[str, Any] = json.loads(text)
-            yield Step(step=raw["step"], seconds=raw["seconds"], metrics=raw["metrics"])
+            yield Step(step=raw["step"], seconds=raw["seconds"], metrics=dict(raw["metrics"]))
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f"{path} line {number} is not a step of a log ({error}): {text[:60]!r}; "
@@ -122,6 +122,12 @@ def evaluation_paths(run: Path) -> list[Path]:
 
 def read_evaluation(path: Path) -> Evaluation:
     """The inverse of ``write_evaluation``."""
-    raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    samples = tuple(Completion(**sample) for sample in raw["samples"])
-    return Evaluation(step=raw["step"], metrics=raw["metrics"], samples=samples)
+    try:
+        raw: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        samples = tuple(Completion(**sample) for sample in raw["samples"])
+        return Evaluation(step=raw["step"], metrics=raw["metrics"], samples=samples)
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path} is not an evaluation ({type(error).__name__}: {error}); the file was "
+            "edited or damaged, remove it"
+        ) from error

@@ -6,6 +6,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any, TypeGuard
 
 from klamp.errors import ConfigError
+from klamp.objective.nearest import nearest
 
 
 def require_choice(owner: object, **choices: tuple[Any, ...]) -> None:
@@ -84,12 +85,12 @@ def decoded(x: Any, classes: Mapping[str, type], *, plain_dicts: bool = False) -
     if plain_dicts and "type" not in given:
         return {k: decoded(v, classes, plain_dicts=True) for k, v in given.items()}
     name = given.pop("type", None)
-    if name not in classes:
-        raise ConfigError(f"unknown type {name!r}; one of {', '.join(sorted(classes))}")
+    if not isinstance(name, str) or name not in classes:
+        raise ConfigError(f"unknown type {name!r}; {nearest(name, sorted(classes))}")
     known = [f.name for f in fields(classes[name]) if f.init]
     for key in given:
         if key not in known:
-            raise ConfigError(f"{name} has no setting {key!r}; it has {', '.join(known)}")
+            raise ConfigError(f"{name} has no setting {key!r}; {nearest(key, known)}")
     try:
         parts = {k: decoded(v, classes, plain_dicts=plain_dicts) for k, v in given.items()}
         return classes[name](**parts)

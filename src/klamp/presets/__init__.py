@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from klamp.errors import ConfigError
+from klamp.objective.nearest import nearest
 from klamp.objective.objective import Objective
 from klamp.presets import open_instruct, openrlhf, recommended, roll, trlx
 
@@ -27,11 +28,11 @@ PRESETS: dict[str, Callable[..., Objective]] = {
 def load(name: str, **settings: Any) -> Objective:
     """The objective of a system; settings under upstream's names replace its defaults."""
     if name not in PRESETS:
-        raise ConfigError(f"unknown preset {name!r}; one of {', '.join(PRESETS)}")
+        raise ConfigError(f"unknown preset {name!r}; {nearest(name, PRESETS)}")
     known = inspect.signature(PRESETS[name]).parameters
     for setting in settings:
         if setting not in known:
             raise ConfigError(
-                f"preset {name!r} has no setting {setting!r}; it has {', '.join(known)}"
+                f"preset {name!r} has no setting {setting!r}; {nearest(setting, known)}"
             )
     return PRESETS[name](**settings)

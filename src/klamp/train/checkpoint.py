@@ -73,10 +73,17 @@ def restore(place: Path, models: Models, optimizer: Any) -> Progress:
     from safetensors.torch import load_file
 
     device = str(models.device)
+    if (models.value is not None) != (place / "value.safetensors").is_file():
+        raise DataError(
+            f"{place} has {'no' if models.value is not None else 'a'} value function, the config "
+            f"asks for {'one' if models.value is not None else 'none'}; use the run's own config"
+        )
     _fill(models.policy, load_file(place / "policy.safetensors", device=device), place)
     if models.value is not None:
         _fill(models.value, load_file(place / "value.safetensors", device=device), place)
-    optimizer.load_state_dict(torch.load(place / "optimizer.pt", map_location=device))
+    moments = torch.load(place / "optimizer.pt", map_location=device)["state"]
+    # The groups' settings are the config's: a rate that was changed on resume holds.
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": moments})
     raw: dict[str, Any] = json.loads((place / "state.json").read_text())
     return Progress(
         step=raw["step"], state=ObjectiveState.from_dict(raw["state"]), skipped=raw["skipped"]
@@ -102,8 +109,9 @@ def trained(network: torch.nn.Module) -> dict[str, Tensor]:
 
 def _fill(network: torch.nn.Module, weights: dict[str, Tensor], place: Path) -> None:
     own = {n: p for n, p in network.named_parameters() if p.requires_grad}
-    if own.keys() != weights.keys():
-        other = sorted(own.keys() ^ weights.keys())[0]
+    sizes = {n: p.shape for n, p in own.items()}, {n: w.shape for n, w in weights.items()}
+    if sizes[0] != sizes[1]:
+        other = sorted(name for name, _ in sizes[0].items() ^ sizes[1].items())[0]
         raise DataError(
             f"{place} is of another model: they differ in {other!r}; use its own config"
         )

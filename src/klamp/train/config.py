@@ -11,9 +11,9 @@ from typing import Any
 from pydantic import Field, ValidationError, field_validator
 
 from klamp.errors import ConfigError
+from klamp.objective.nearest import nearest
 from klamp.objective.objective import Objective
 from klamp.train import recipe, yamlfile
-from klamp.train.nearest import nearest
 from klamp.train.settings import (
     CheckpointSettings,
     EvaluationSettings,
@@ -80,7 +80,10 @@ def overridden(data: Mapping[str, Any], override: str) -> dict[str, Any]:
     name, equals, text = override.partition("=")
     if not equals or not all(name.split(".")):
         raise ConfigError(f"--set takes key=value such as optimizer.lr=1e-4, got {override!r}")
-    return _put(data, name.split("."), yamlfile.parse(text))
+    try:
+        return _put(data, name.split("."), yamlfile.parse(text))
+    except ConfigError as error:
+        raise ConfigError(f"--set {override}: {error}") from error
 
 
 def _put(data: Any, path: Sequence[str], value: Any) -> Any:
@@ -107,10 +110,16 @@ def _sentences(error: ValidationError) -> list[str]:
             known = _keys_at(item["loc"][:-1])
             found.append(f"unknown key {name!r}; {nearest(str(item['loc'][-1]), known)}")
         else:
-            said = item["msg"].removeprefix("Value error, ")
-            got = "" if isinstance(item["input"], dict) else f", got {item['input']!r}"
-            found.append(f"{name}: {said[0].lower() + said[1:]}{got}")
+            found.append(f"{name}: {_said(item['type'], item['msg'], item['input'])}")
     return found
+
+
+def _said(kind: str, message: str, given: Any) -> str:
+    """What pydantic says, with what it got; our own sentences as they are."""
+    if kind == "value_error":
+        return message.removeprefix("Value error, ")
+    got = "" if isinstance(given, dict) else f", got {given!r}"
+    return message[0].lower() + message[1:] + got
 
 
 def _keys_at(place: Sequence[Any]) -> list[str]:

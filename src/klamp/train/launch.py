@@ -42,12 +42,12 @@ def launch(config: Config, place: Path, watch: Watch) -> Progress:
     """Train in ``place`` in this process, or as one of torchrun's; then write model and report."""
     with processes() as comm, alone_in(place, comm), interruptible() as stop:
         check_cut(config, comm)
-        if comm.rank == 0:
-            write_text(place / "config.yaml", dump(config))
-        comm.wait()
         run = trainer.set_up(config, place, comm)
-        progress = trainer.train(run, watch if comm.rank == 0 else unwatched, stop)
-        if progress.step == config.steps and comm.rank == 0:
+        progress = trainer.resume(run)
+        if comm.rank == 0:  # only now: a config that is refused must not spoil a run
+            write_text(place / "config.yaml", dump(config))
+        progress = trainer.train(run, progress, watch if comm.rank == 0 else unwatched, stop)
+        if progress.step >= config.steps and comm.rank == 0:
             saving.save_model(run.models, place)
         if progress.step and comm.rank == 0:
             render.write([place])
@@ -78,7 +78,10 @@ def new_place(out: Path | None, name: str) -> Path:
                 f"{out} already holds a run; go on with it by `klamp train --resume {out}`, or "
                 "give another --out"
             )
-        out.mkdir(parents=True, exist_ok=True)
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--out {out}: {error.strerror}; give a directory") from error
         return out
     if os.environ.get("RANK") is not None:
         raise ConfigError("several processes must agree on a run directory; give --out DIR")

@@ -18,12 +18,14 @@ def load(settings: ModelSettings, objective: Objective) -> Models:
     """The policy with what the objective needs beside it."""
     device = device_of(settings.device)
     policy, tokenizer = policy_of(settings.path)
-    without_dropout(policy)
     reference_kind = reference_of(settings, objective)
     frozen = copy.deepcopy(policy).to(device) if reference_kind == "copy" else None
     value = value_of(settings, objective, policy)
     if settings.lora is not None:
         policy = adapted(policy, settings.lora)
+    for network in (policy, frozen, value):
+        if network is not None:
+            without_dropout(network)
     if frozen is not None:
         frozen.requires_grad_(False)
     policy.to(device)

@@ -16,8 +16,8 @@ from typing import Any
 from klamp import presets
 from klamp.errors import ConfigError
 from klamp.objective.catalogue import SETTINGS
+from klamp.objective.nearest import nearest
 from klamp.objective.objective import Objective
-from klamp.train.nearest import nearest
 
 PARTS = tuple(f.name for f in fields(Objective))
 
@@ -27,9 +27,9 @@ def objective(section: Mapping[str, Any] | str) -> Objective:
     given: dict[str, Any] = {"preset": section} if isinstance(section, str) else dict(section)
     name = given.pop("preset", None)
     if name is None:
-        return Objective.from_dict({"type": "Objective", **given})
-    if name not in presets.PRESETS:
-        raise ConfigError(f"unknown preset {name!r}; {nearest(str(name), presets.PRESETS)}")
+        return Objective.from_dict(given)
+    if not isinstance(name, str) or name not in presets.PRESETS:
+        raise ConfigError(f"unknown preset {name!r}; {nearest(name, presets.PRESETS)}")
     known = inspect.signature(presets.PRESETS[name]).parameters
     settings = {k: v for k, v in given.items() if k in known}
     changes = {k: v for k, v in given.items() if k not in known}

@@ -9,13 +9,14 @@ import importlib
 import importlib.util
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from klamp.errors import ConfigError, DataError
-from klamp.train.nearest import nearest
+from klamp.objective.nearest import nearest
 from klamp.train.settings import Outliers, RewardSettings
 from klamp.train.tasks.task import Example, is_right
 
@@ -74,15 +75,16 @@ def imported(name: str) -> Any:
     try:
         module = _module_of_file(Path(source)) if source.endswith(".py") else None
         module = module or importlib.import_module(source)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"reward.function: cannot import {source!r}: {type(error).__name__}: {error}"
+            f"reward.function: cannot import {source!r}: {in_one_line(error)}"
         ) from error
     found = getattr(module, function, None)
     if not callable(found):
         names = [n for n, x in vars(module).items() if inspect.isfunction(x)]
         raise ConfigError(
-            f"reward.function: {source} has no function {function!r}; {nearest(function, names)}"
+            f"reward.function: {source} has no function {function!r}; "
+            f"{nearest(function, names) if names else 'it has none at all'}"
         )
     return found
 
@@ -101,24 +103,24 @@ def score(
     columns = {name: [e.columns.get(name) for e in examples] for name in sorted(names)}
     columns["answer"] = [e.answer for e in examples]
     try:
-        given = function(prompts, list(completions), **{**columns, **settings.arguments})
+        given: Any = function(prompts, list(completions), **{**columns, **settings.arguments})
+        given = list(given) if isinstance(given, Iterator) else given
     except Exception as error:
         raise DataError(
-            f"the reward function {settings.function!r} raised {type(error).__name__}: {error} "
-            f"(on {len(prompts)} completions, the first {completions[0]!r})"
+            f"the reward function {settings.function!r} raised {in_one_line(error)} "
+            f"(on {len(examples)} completions, the first {completions[0]!r})"
         ) from error
-    scores = checked(given, len(prompts), settings.function)
+    scores = checked(given, len(examples), settings.function)
     return scores if settings.outliers is None else with_outliers(scores, settings.outliers, seed)
 
 
 def checked(given: Any, count: int, name: str) -> list[float]:
     """The scores as floats, one per completion."""
-    try:
-        scores = list(given)
-    except TypeError as error:
+    if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
         raise DataError(
             f"the reward function {name!r} returned {given!r}; wanted a list of {count} numbers"
-        ) from error
+        )
+    scores: list[Any] = list(given)
     if len(scores) != count:
         raise DataError(
             f"the reward function {name!r} returned {len(scores)} scores for {count} completions; "
@@ -141,7 +143,7 @@ def _number(score: Any, row: int, name: str) -> float:
         return math.nan
     try:
         return float(score)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise DataError(
             f"the reward function {name!r} returned {score!r} for completion {row}; wanted a "
             "number, or None where there is no score"
@@ -151,6 +153,8 @@ def _number(score: Any, row: int, name: str) -> float:
 def _in_place(answer: str | None, completion: str) -> float | None:
     if answer is None:
         return None
+    if not answer:
+        return float(not completion)
     return sum(a == c for a, c in zip(answer, completion, strict=False)) / len(answer)
 
 
@@ -160,17 +164,26 @@ def _module_of_file(path: Path) -> Any:
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules.setdefault(spec.name, module)  # dataclasses look themselves up there
     spec.loader.exec_module(module)
     return module
 
 
+def in_one_line(error: BaseException) -> str:
+    """An exception's name and text, as part of a sentence."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
 def _check_arguments(settings: RewardSettings, function: RewardFunction) -> None:
     """A mistyped argument would vanish in the function's **columns."""
-    parameters: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
-    named = [n for n, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    try:
+        parameters: Mapping[str, inspect.Parameter] = inspect.signature(function).parameters
+    except ValueError:  # of a function in C, which may not tell
+        return
+    named = [n for n, p in parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD][2:]
     for key in settings.arguments:
         if key not in named:
             raise ConfigError(
                 f"reward.arguments: {settings.function} has no argument {key!r}; "
-                f"{nearest(key, named[2:]) if named[2:] else 'it takes none'}"
+                f"{nearest(key, named) if named else 'it takes none'}"
             )

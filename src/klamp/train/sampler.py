@@ -88,8 +88,9 @@ def choose(
     logits: Float[Tensor, "B V"], decoding: Decoding, generator: torch.Generator | None
 ) -> tuple[Chosen, PerSequence]:
     """The next token of each row, and its log-prob under what it was drawn from."""
-    if not bool(logits.isfinite().any(dim=-1).all()) or bool(logits.isnan().any()):
-        row = int((logits.isnan().any(-1) | ~logits.isfinite().any(-1)).nonzero()[0])
+    lost = ~(logits < torch.inf).all(dim=-1) | ~logits.isfinite().any(dim=-1)
+    if bool(lost.any()):
+        row = int(lost.nonzero()[0])
         raise NumericsError(
             f"the policy's logits are not finite in row {row} of the sampler: its weights have "
             "left the finite numbers. Resume from a checkpoint with a lower optimizer.lr"

@@ -29,6 +29,10 @@ class TaskSettings(Section):
     def _file_when_named(self) -> "TaskSettings":
         if (self.name == "file") != (self.file is not None):
             raise ValueError("task.name: file and task.file: PATH go together; give both")
+        if self.evaluation_file is not None and self.file is None:
+            raise ValueError(
+                "task.evaluation_file goes with task.file; built-in tasks hold out their own"
+            )
         return self
 
 

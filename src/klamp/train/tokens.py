@@ -50,11 +50,15 @@ def micro_batches(tokens: Tokens, rows: Tensor, most: int) -> list[Tensor]:
 
     A row that is longer than that is a part of its own: rows are never cut.
     """
-    lengths = tokens.lengths()[rows].tolist()
-    order = sorted(range(len(rows)), key=lambda i: lengths[i])
+    prompts = tokens.prompt_mask[rows].sum(dim=1).tolist()
+    responses = tokens.mask[rows].sum(dim=1).clamp(min=1).tolist()
     parts: list[list[int]] = []
-    for i in order:
-        if not parts or lengths[i] * (len(parts[-1]) + 1) > most:
+    widths = (0, 0)  # of the part that is being filled: its longest prompt, its longest response
+    for i in sorted(range(len(rows)), key=lambda i: prompts[i] + responses[i]):
+        grown = max(widths[0], prompts[i]), max(widths[1], responses[i])
+        if not parts or sum(grown) * (len(parts[-1]) + 1) > most:
             parts.append([])
+            grown = prompts[i], responses[i]
         parts[-1].append(i)
+        widths = grown
     return [rows[torch.tensor(part)] for part in parts]

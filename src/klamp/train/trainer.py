@@ -46,10 +46,9 @@ class Run:
     examiner: Examiner
 
 
-def train(run: Run, watch: Watch, stop: Callable[[], bool]) -> Progress:
-    """From the last checkpoint, or from the beginning, to the last step or until asked to stop."""
-    config, comm = run.config, run.comm
-    progress, stopping = resume(run), False
+def train(run: Run, progress: Progress, watch: Watch, stop: Callable[[], bool]) -> Progress:
+    """From where the run is to its last step, or until asked to stop."""
+    config, comm, stopping = run.config, run.comm, False
     if progress.step == 0:
         evaluate(run, 0)
     plain, first = config.model_dump(mode="json"), progress.step + 1

@@ -17,19 +17,27 @@ class _Loader(yaml.SafeLoader):
         """A mapping whose keys are given once each."""
         seen = set[Any]()
         for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                raise ConfigError(f"a key must be a name, got a list or mapping (line {line})")
+            if key.tag == "tag:yaml.org,2002:merge":
+                continue
             name = self.construct_object(key, deep=deep)
             if name in seen:
-                line = key.start_mark.line + 1
                 raise ConfigError(f"the key {name!r} is given twice (line {line}); keep one")
             seen.add(name)
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$"),
-    list("-+0123456789"),
-)
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes what the loader would take for a number."""
+
+
+FLOAT = re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
+for known in (_Loader, _Dumper):
+    known.add_implicit_resolver("tag:yaml.org,2002:float", FLOAT, list("-+0123456789"))
+# YAML 1.1 gives a lone = a type of its own, which nothing can be built from.
+_Loader.add_constructor("tag:yaml.org,2002:value", lambda loader, node: node.value)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -65,4 +73,4 @@ def parse(text: str) -> Any:
 
 def dump(value: Any) -> str:
     """A plain value as YAML, in the order given."""
-    return yaml.safe_dump(value, sort_keys=False, allow_unicode=True, width=100)
+    return yaml.dump(value, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)

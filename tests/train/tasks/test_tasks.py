@@ -222,7 +222,6 @@ def test_a_file_with_nothing_left_to_train_on_is_refused(prompts):
         files.load(path, path)
 
 
-@pytest.mark.xfail(strict=True, reason="str.encode refuses it: traceback")
 def test_half_a_character_in_a_prompt_is_refused_or_read(prompts):
     path = prompts('{"prompt": "a\\ud800"}', *numbered(40))
     try:

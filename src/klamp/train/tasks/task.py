@@ -39,7 +39,7 @@ class Task(Protocol):
 
 def is_for_evaluation(prompt: str) -> bool:
     """Whether a prompt is held out; a property of its text alone."""
-    return zlib.crc32(prompt.encode()) % EVALUATION_SHARE == 0
+    return zlib.crc32(prompt.encode("utf-8", "surrogatepass")) % EVALUATION_SHARE == 0
 
 
 def is_right(example: Example, completion: str) -> bool | None:

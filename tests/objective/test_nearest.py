@@ -1,6 +1,6 @@
 import pytest
 
-from klamp.train.nearest import nearest
+from klamp.objective.nearest import nearest
 
 
 @pytest.mark.parametrize(
