@@ -90,13 +90,21 @@ def test_an_update_by_two_processes_is_that_of_one_on_all_rows(two_processes, tm
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def poisoned(rank, place):
-    """Only the second process has a gradient that is not finite."""
+def constant_nan(module, args, out):
+    """Log-probs that are not numbers, and have no gradient."""
+    out.logits = out.logits.index_fill(1, torch.tensor([2]), torch.nan)
+    return out
+
+
+def poisoned(rank, place, what):
+    """Only the second process has a gradient, or only a loss, that is not finite."""
     with launch.processes() as comm:
         torch.manual_seed(0)
         run = tiny_run(place, comm=comm)
         samples, batch, targets, _ = one_batch(run)
-        if rank == 1:
+        if rank == 1 and what == "loss":
+            run.models.policy.register_forward_hook(constant_nan)
+        if rank == 1 and what == "gradient":
             last = list(run.models.policy.parameters())[-1]
             last.register_hook(lambda g: torch.full_like(g, torch.inf))
         before = [p.clone() for p in run.models.policy.parameters()]
@@ -107,7 +115,15 @@ def poisoned(rank, place):
         return {"same": same, "problem": problem, "skipped": metrics["actor/skipped_updates"]}
 
 
-def test_what_is_not_finite_on_one_process_is_skipped_on_all(tmp_path):
-    for found in ranks(poisoned, tmp_path, tmp_path):
-        assert found["same"] and found["skipped"] == 1.0
-        assert "gradient" in found["problem"]
+@pytest.mark.parametrize(
+    ("what", "here", "there"),
+    [
+        ("gradient", "the gradient of policy parameter", "the gradient of policy parameter"),
+        ("loss", "a tensor on another process", "logprobs at row"),
+    ],
+)
+def test_what_is_not_finite_on_one_process_is_skipped_on_all(tmp_path, what, here, there):
+    one, two = ranks(poisoned, tmp_path, tmp_path, what)
+    assert one["same"] and two["same"]
+    assert one["skipped"] == two["skipped"] == 1.0
+    assert one["problem"].startswith(here) and two["problem"].startswith(there)

@@ -189,15 +189,13 @@ def test_both_processes_end_with_the_weights_that_are_saved(by_torchrun, tmp_pat
     assert len({*one["prompts"], *two["prompts"]}) == 4
 
 
-def test_ranks_have_prompts_and_random_numbers_of_their_own(tmp_path):
+def test_ranks_share_the_prompts_of_a_step(tmp_path):
     alone = trainer.sample(tiny_run(tmp_path, comm=OneProcess()), 1)
-    prompts, texts = [], []
+    prompts = []
     for rank in range(2):
         made = trainer.sample(tiny_run(tmp_path, comm=Distributed(rank, 2)), 1)
         prompts += [e.prompt for e in made.examples]
-        texts.append(made.texts)
     assert prompts == [e.prompt for e in alone.examples]
-    assert texts[0] != texts[1]
 
 
 def test_torchrun_is_refused_prompts_that_do_not_go_evenly(tmp_path):

@@ -24,7 +24,7 @@ from klamp.inspect import runlog
 from klamp.objective.state import ObjectiveState
 from klamp.train import checkpoint, loading, trainer
 from klamp.train.checkpoint import Progress
-from klamp.train.comm import OneProcess
+from klamp.train.comm import Distributed, OneProcess
 from klamp.train.journal import ALWAYS
 
 LAYER = "model.layers.0.mlp.down_proj.weight"
@@ -140,6 +140,20 @@ def test_prompts_go_on_where_the_last_step_ended(tmp_path):
     run = tiny_run(tmp_path)
     asked = [e.prompt for step in (1, 2, 3) for e in trainer.sample(run, step).examples[::4]]
     assert asked == [e.prompt for e in run.task.train(0, 0, 12)]
+
+
+def test_every_step_and_every_rank_has_random_numbers_of_its_own(tmp_path):
+    """Told by one prompt that is asked again and again."""
+    for name, prompt in (("train", "s394571="), ("held", "s123=")):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "1"}))
+    files = f"{{file: {tmp_path}/train.jsonl, evaluation_file: {tmp_path}/held.jsonl, name: file}}"
+    sizes = (f"task={files}", "sampling.prompts=2", "sampling.samples_per_prompt=24")
+    alone, second = (
+        tiny_run(tmp_path, *sizes, comm=comm) for comm in (OneProcess(), Distributed(1, 2))
+    )
+    asked = ((alone, 1), (alone, 2), (second, 1), (alone, 1))
+    drawn = [trainer.sample(run, step).texts[:24] for run, step in asked]
+    assert len(set(drawn)) == 3 and drawn[0] == drawn[3]
 
 
 def test_a_step_that_is_asked_to_stop_is_finished_and_saved(tmp_path):
@@ -308,13 +322,17 @@ def test_bfloat16_is_rounding_and_not_warned_of(tmp_path):
     assert [line.metrics["actor/skipped_updates"] for line in seen.lines] == [0.0, 0.0]
 
 
-def test_sampling_and_learning_agree_at_every_temperature(tmp_path):
+def test_sampling_observing_and_learning_agree_at_every_temperature(tmp_path):
     run = tiny_run(tmp_path, "sampling.temperature=0.6")
     nudge(run.models.policy)
-    _, batch, _, _ = one_batch(run)
+    samples, batch, targets, _ = one_batch(run)
     torch.testing.assert_close(
         batch.old_logprobs[batch.mask], batch.sampler_logprobs[batch.mask], rtol=1e-5, atol=5e-5
     )
+    rows = torch.arange(len(batch.mask))
+    metrics, _ = run.learner.update(samples.tokens, batch, targets, rows)
+    ratios = [metrics["actor/ratio_min"], metrics["actor/ratio_max"]]
+    assert ratios == pytest.approx([1.0, 1.0], abs=1e-5)
 
 
 def test_the_log_is_json_a_line(tmp_path):
