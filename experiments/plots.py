@@ -10,15 +10,21 @@ import matplotlib.pyplot as plt
 COLOURS = ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555", "#a0522d"]
 
 
+def family(found: dict, variant: str) -> str:
+    """What shares a colour: in the gradient scenario, one gradient from several coefficients."""
+    return variant.split(",")[0] if found["scenario"] == "kl-gradient" else variant
+
+
 def draw(found: dict, path: Path) -> None:
     """Accuracy of every seed on the left; the course of accuracy and KL on the right."""
     plt.rcParams.update({"font.size": 9, "svg.hashsalt": "klamp", "svg.fonttype": "path"})
     variants = list(dict.fromkeys(run["variant"] for run in found["runs"]))
+    families = list(dict.fromkeys(family(found, variant) for variant in variants))
     figure, (ends, course, kl) = plt.subplots(
         1, 3, figsize=(13, max(3.2, 0.34 * len(variants) + 1.4)), layout="constrained"
     )
     for place, variant in enumerate(variants):
-        colour = COLOURS[place % len(COLOURS)]
+        colour = COLOURS[families.index(family(found, variant)) % len(COLOURS)]
         runs = [run for run in found["runs"] if run["variant"] == variant]
         ends.plot([100 * r["accuracy"] for r in runs], [place] * len(runs), "o", color=colour)
         for run in runs:
