@@ -74,7 +74,8 @@ def table(found: dict) -> str:
             spread([r["kl"] for r in runs], 2),
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    reading = SCENARIOS[found["scenario"]].reading
+    return "\n".join([*lines, *(["", reading] if reading else [])]) + "\n"
 
 
 def spread(numbers: list[float], digits: int, unit: str = "") -> str:

@@ -13,6 +13,8 @@ class Scenario:
     title: str
     variants: dict[str, tuple[str, tuple[str, ...]]]
     seeds: int = 5
+    reading: str = ""
+    """What the committed results say; to be read again when they are made again."""
 
 
 def gradients() -> dict[str, tuple[str, tuple[str, ...]]]:
@@ -82,11 +84,15 @@ SCENARIOS = {
     "default": Scenario(
         title="The leaky reward: KL held (GRPO, PPO) and off",
         variants={**configs("default", "ppo"), "KL off": ("configs/default.yaml", OFF)},
+        reading="A constructed case of reward hacking. With the KL off the reward climbs to 3.1 "
+        "and no answer is right; with it held at 0.85 nats the policy learns the task.",
     ),
     "clean": Scenario(
         title="The clean reward, and every system's preset on it",
         variants=configs("clean", "open-instruct", "openrlhf", "roll", "trlx"),
         seeds=3,
+        reading="Every preset with its system's defaults. ROLL's has no KL, hence no reference and "
+        "0.00; OpenRLHF's is per token; trlx's is not a KL (docs/kl-gradient.md).",
     ),
     "kl-gradient": Scenario(
         title="One KL, three gradients, on a leaky reward", variants=gradients()
@@ -94,6 +100,21 @@ SCENARIOS = {
     "kl-gradient-long": Scenario(
         title="The same on responses of 111 tokens", variants=long_responses(), seeds=3
     ),
-    "outliers": Scenario(title="Two rewards in a hundred are ±100", variants=outliers()),
-    "difficulty": Scenario(title="Prompts of mixed difficulty", variants=difficulty(), seeds=3),
+    "outliers": Scenario(
+        title="Two rewards in a hundred are ±100",
+        variants=outliers(),
+        reading="From 37 %: PPO learns the task with clipped scores and next to nothing without. "
+        "GRPO that divides by the group's deviation needs no clip: one outlier spoils its own "
+        "group only. Without the deviation it drowns the batch. Nothing falls to 0 here. The "
+        "reward's mean and PPO's KL (trlx's watch) are themselves full of outliers.",
+    ),
+    "difficulty": Scenario(
+        title="Prompts of mixed difficulty",
+        variants=difficulty(),
+        seeds=3,
+        reading="The weights learn sooner (34 % of samples right at step 20 against 27 % without, "
+        "46 against 41 % at step 30, means of three seeds) and end level within the spread. The "
+        "mask gains nothing: a prompt that is always or never right has no advantage under group "
+        "normalisation anyway.",
+    ),
 }

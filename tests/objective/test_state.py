@@ -96,7 +96,7 @@ def test_the_coefficient_is_the_controllers_or_nothing():
         ({"type": "State"}, r"unknown type 'State'; one of ControlState, Moments, ObjectiveState"),
         (
             {"type": "ObjectiveState", "kl": 1},
-            r"ObjectiveState has no setting 'kl'; it has control",
+            r"ObjectiveState has no setting 'kl'; one of control",
         ),
     ],
 )
