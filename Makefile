@@ -13,7 +13,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[train,test,dev]"
 	touch $(STAMP)
 
-# The built-in default: two threads, unless TRAIN says otherwise (make train TRAIN="--threads 1").
+# The built-in default; options of `klamp train` go into TRAIN (make train TRAIN="--threads 2").
 train: setup
 	$(KLAMP) train $(TRAIN)
 

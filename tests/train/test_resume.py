@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from trainer_parts import CONFIGS, TINY
@@ -28,6 +29,7 @@ SETS = [
 RUNNING = (
     "objective={preset: trlx, scale_reward: running, init_kl_coef: 0.1, target: 1.0, horizon: 64}"
 )
+CHANCE = Path(__file__).parent / "chance.py"
 KINDS = {
     "grpo": (),
     "ppo": (CONFIGS / "ppo.yaml",),
@@ -35,6 +37,7 @@ KINDS = {
     "adapter": ("--set", "model.lora={rank: 4}"),
     "epochs": ("--set", "optimizer.epochs=2", "--set", "optimizer.updates_per_epoch=2"),
     "outliers": (CONFIGS / "outliers.yaml", "--set", "reward.outliers.fraction=0.3"),
+    "a reward of chance": ("--set", f"reward.function={CHANCE}:chance"),
 }
 
 

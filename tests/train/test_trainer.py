@@ -98,6 +98,13 @@ def test_the_rate_of_each_step_is_the_schedules(finished):
     assert rates == pytest.approx([0.5, 1.0, 0.7, 0.4, 0.1])
 
 
+def test_policy_and_value_each_have_their_own_rate_of_the_step(tmp_path):
+    rates = ("optimizer.lr=0.01", "optimizer.value_lr=0.2", "optimizer.warmup_steps=1")
+    run = tiny_run(tmp_path, *rates, file=CONFIGS / "ppo.yaml")
+    trainer.set_rate(run, 1)  # half way up
+    assert [g["lr"] for g in run.learner.optimizer.param_groups] == pytest.approx([0.005, 0.1])
+
+
 def test_checkpoints_are_saved_every_so_often_and_at_the_end(finished):
     run, _, progress, _ = finished
     place = run.place / "checkpoints"
@@ -148,12 +155,20 @@ def test_every_step_and_every_rank_has_random_numbers_of_its_own(tmp_path):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps({"prompt": prompt, "answer": "1"}))
     files = f"{{file: {tmp_path}/train.jsonl, evaluation_file: {tmp_path}/held.jsonl, name: file}}"
     sizes = (f"task={files}", "sampling.prompts=2", "sampling.samples_per_prompt=24")
-    alone, second = (
-        tiny_run(tmp_path, *sizes, comm=comm) for comm in (OneProcess(), Distributed(1, 2))
-    )
-    asked = ((alone, 1), (alone, 2), (second, 1), (alone, 1))
-    drawn = [trainer.sample(run, step).texts[:24] for run, step in asked]
+    first, second = (tiny_run(tmp_path, *sizes, comm=Distributed(rank, 2)) for rank in (0, 1))
+    asked = ((first, 1), (first, 2), (second, 1), (first, 1))
+    drawn = [trainer.sample(run, step).texts for run, step in asked]
     assert len(set(drawn)) == 3 and drawn[0] == drawn[3]
+
+
+def test_every_step_and_every_rank_has_outliers_of_its_own(tmp_path):
+    noisy = "reward={function: exact, outliers: {fraction: 0.5, size: 100.0}}"
+    first, second = (tiny_run(tmp_path, noisy, comm=Distributed(rank, 2)) for rank in (0, 1))
+    samples = trainer.sample(tiny_run(tmp_path), 1)
+    asked = ((first, 1), (first, 2), (second, 1), (first, 1))
+    scores = [tuple(trainer.score(run, samples, step)) for run, step in asked]
+    assert len(set(scores)) == 3 and scores[0] == scores[3]
+    assert {abs(s) for s in scores[0]} <= {0.0, 1.0, 100.0}
 
 
 def test_a_step_that_is_asked_to_stop_is_finished_and_saved(tmp_path):

@@ -25,7 +25,7 @@ PATIENCE = 120  # seconds
 def start(arguments, log, moment=None, environment=None, cwd="."):
     """`klamp ARGUMENTS` in a process of its own, which writes what it says into ``log``."""
     given = ([str(a) for a in arguments], str(log), moment, environment or {}, str(cwd))
-    process = FORKS.Process(target=_command, args=given)
+    process = FORKS.Process(target=_command, args=given, daemon=True)
     process.start()
     return process
 
@@ -51,7 +51,7 @@ def ranks(function, place, *arguments, size=2):
     found = []
     for rank in range(size):
         given = (function, rank, size, port, str(place), arguments)
-        found.append(FORKS.Process(target=_rank, args=given))
+        found.append(FORKS.Process(target=_rank, args=given, daemon=True))
         found[-1].start()
     codes = [finished(process) for process in found]
     said = "".join(p.read_text() for p in sorted(Path(place).glob("rank-*.log")))
