@@ -137,6 +137,8 @@ def main() -> None:
     parse.add_argument("--start", choices=["blank", "builtin"], default="blank")
     parse.add_argument("--out", type=Path, default=BUILTIN)
     given = parse.parse_args()
+    if given.task not in (None, "shipped") and given.out == BUILTIN:
+        parse.error(f"--task {given.task} needs --out DIR: the shipped model knows three tasks")
     began = time.process_time()
     mixture = SHIPPED if given.task in (None, "shipped") else {given.task: 1.0}
     tok = tokenizer()
