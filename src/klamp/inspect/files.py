@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,20 @@ def write_with(path: Path, write: Callable[[Path], Any]) -> None:
     sync(partial)
     os.replace(partial, path)
     sync(path.parent)
+
+
+def write_directory(place: Path, write: Callable[[Path], Any]) -> Path:
+    """Whatever files ``write`` puts into the directory it is given, as a whole at ``place``."""
+    partial = place.with_name(f".{place.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    write(partial)
+    for path in (*partial.iterdir(), partial):
+        sync(path)
+    shutil.rmtree(place, ignore_errors=True)  # of a time before, which is being made again
+    os.replace(partial, place)
+    sync(place.parent)
+    return place
 
 
 def sync(path: Path) -> None:

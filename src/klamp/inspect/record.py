@@ -7,8 +7,6 @@ The objective is in the run's config.yaml.
 """
 
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from klamp.errors import DataError
-from klamp.inspect.files import sync
+from klamp.inspect.files import write_directory
 
 TENSORS, ABOUT = "batch.safetensors", "record.json"
 
@@ -34,15 +32,14 @@ def write(place: Path, record: Record) -> None:
     """The record as a directory that is there as a whole or not at all."""
     from safetensors.torch import save_file
 
-    partial = place.with_name(f".{place.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    save_file({k: x.detach().contiguous() for k, x in record.tensors.items()}, partial / TENSORS)
-    (partial / ABOUT).write_text(json.dumps(record.about, indent=1, ensure_ascii=False) + "\n")
-    for path in (partial / TENSORS, partial / ABOUT, partial):
-        sync(path)
-    shutil.rmtree(place, ignore_errors=True)
-    os.replace(partial, place)
+    tensors = {k: x.detach().contiguous() for k, x in record.tensors.items()}
+    about = json.dumps(record.about, indent=1, ensure_ascii=False) + "\n"
+
+    def fill(partial: Path) -> None:
+        save_file(tensors, partial / TENSORS)
+        (partial / ABOUT).write_bytes(about.encode("utf-8", "replace"))
+
+    write_directory(place, fill)
 
 
 def read(place: Path) -> Record:

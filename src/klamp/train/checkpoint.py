@@ -10,7 +10,6 @@ training stream is addressed by the step's number.
 """
 
 import json
-import os
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from torch import Tensor
 
 from klamp.errors import DataError
-from klamp.inspect.files import sync, write_text
+from klamp.inspect.files import write_directory, write_text
 from klamp.objective.state import ObjectiveState
 from klamp.train.models import Models
 
@@ -40,15 +39,7 @@ class Progress:
 def save(run: Path, models: Models, optimizer: Any, progress: Progress, *, keep: int) -> None:
     """A whole checkpoint, then LATEST; older ones than the last ``keep`` go."""
     place = run / "checkpoints" / f"step-{progress.step:06d}"
-    partial = place.with_name(f".{place.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    _write(partial, models, optimizer, progress)
-    for path in (*partial.iterdir(), partial):
-        sync(path)
-    shutil.rmtree(place, ignore_errors=True)  # of a step that is being made again
-    os.replace(partial, place)
-    sync(place.parent)
+    write_directory(place, lambda partial: _write(partial, models, optimizer, progress))
     write_text(place.parent / LATEST, place.name + "\n")
     older = sorted(p for p in place.parent.glob("step-*") if p.name < place.name)
     for path in older[: max(0, len(older) - keep + 1)]:

@@ -1,12 +1,10 @@
 """The trained policy as a Hugging Face model directory."""
 
 import copy
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
-from klamp.inspect.files import sync
+from klamp.inspect.files import write_directory
 from klamp.train.models import Models
 
 
@@ -15,22 +13,11 @@ def save_model(models: Models, run: Path) -> Path:
     policy: Any = models.policy
     adapted = hasattr(policy, "merge_and_unload")
     if adapted:
-        _replace(run / "adapter", lambda place: policy.save_pretrained(place))
+        write_directory(run / "adapter", lambda place: policy.save_pretrained(place))
         policy = copy.deepcopy(policy).merge_and_unload()
 
     def write(place: Path) -> None:
         policy.save_pretrained(place)
         models.tokenizer.save_pretrained(place)
 
-    return _replace(run / "model", write)
-
-
-def _replace(place: Path, write: Any) -> Path:
-    partial = place.with_name(f".{place.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    write(partial)
-    for path in (*partial.iterdir(), partial):
-        sync(path)
-    shutil.rmtree(place, ignore_errors=True)
-    os.replace(partial, place)
-    return place
+    return write_directory(run / "model", write)

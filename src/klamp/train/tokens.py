@@ -54,7 +54,8 @@ def micro_batches(tokens: Tokens, rows: Tensor, most: int) -> list[Tensor]:
     responses = tokens.mask[rows].sum(dim=1).clamp(min=1).tolist()
     parts: list[list[int]] = []
     widths = (0, 0)  # of the part that is being filled: its longest prompt, its longest response
-    for i in sorted(range(len(rows)), key=lambda i: prompts[i] + responses[i]):
+    lengths = tokens.lengths()[rows].tolist()
+    for i in sorted(range(len(rows)), key=lambda i: lengths[i]):
         grown = max(widths[0], prompts[i]), max(widths[1], responses[i])
         if not parts or sum(grown) * (len(parts[-1]) + 1) > most:
             parts.append([])
