@@ -1,28 +1,64 @@
-"""Every benchmark, into ``benchmarks/results.md``."""
+"""Every benchmark, into ``benchmarks/results.md``: ``python -m benchmarks.run [SUBJECT …]``."""
 
+import importlib
 import platform
 import sys
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
-from benchmarks import gae
+from benchmarks.timing import Line, Result, table
 
-SUBJECTS = (gae,)
+SUBJECTS = ("gae",)
+PACKAGES = ("torch", "transformers", "trl", "liger-kernel", "numpy")
 
 
-def main() -> None:
-    """Print the tables and write them down with the machine and the versions."""
-    head = (
-        "# Results\n\nWritten by `make bench`. Ratios of median CPU time, one thread, variants in "
-        "turn in one process, freed memory kept by the process for all of them alike.\n\n"
-        f"Python {platform.python_version()}, torch {torch.__version__}, "
-        f"{platform.system()} {platform.machine()}, {torch.backends.cpu.get_cpu_capability()}.\n"
+def main(chosen: list[str]) -> None:
+    """Print what was measured; with every subject, write it down with machine and versions."""
+    found: list[tuple[str, Result]] = []
+    for name in chosen or SUBJECTS:
+        result: Result = importlib.import_module(f"benchmarks.{name}").run()
+        sys.stdout.write(f"\n{table(result.lines)}\n\n{result.notes}\n")
+        sys.stdout.flush()
+        found.append((name, result))
+    if not chosen:
+        Path(__file__).with_name("results.md").write_text(page(found))
+
+
+def page(found: list[tuple[str, Result]]) -> str:
+    """All of it as one table, then what must be said with each subject."""
+    lines: list[Line] = [line for _, result in found for line in result.lines]
+    notes = [f"- `benchmarks/{name}.py`: {result.notes}" for name, result in found if result.notes]
+    return "\n\n".join([HEAD, machine(), table(lines), "## Notes", "\n".join(notes)]) + "\n"
+
+
+HEAD = """# Results
+
+Written by `make bench`. Ratios in one run: CPU time of one thread, variants in turn in one process,
+medians; memory is the most that tensors held at once beyond what was there before the call. Freed
+memory is kept by the process, for all variants alike. Peers are the installed packages where a line
+says so; the others are our re-statement of the arithmetic that they do."""
+
+
+def machine() -> str:
+    """What it ran on."""
+    with open("/proc/cpuinfo") as f:
+        model = next((line.split(":")[1].strip() for line in f if "model name" in line), "")
+    return (
+        f"{model or platform.processor()}, {platform.system()} {platform.machine()}, "
+        f"{torch.backends.cpu.get_cpu_capability()}; Python {platform.python_version()}, "
+        f"{', '.join(f'{name} {installed(name)}' for name in PACKAGES)}."
     )
-    text = "\n\n".join([head, *(subject.run() for subject in SUBJECTS)]) + "\n"
-    Path(__file__).with_name("results.md").write_text(text)
-    sys.stdout.write(text)
+
+
+def installed(name: str) -> str:
+    """The version of a package."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -2,29 +2,70 @@
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 
 
-def interleaved(variants: dict[str, Callable[[], object]], rounds: int = 11) -> dict[str, float]:
-    """The median CPU seconds of each variant; each round runs all of them once."""
+class Line(NamedTuple):
+    """One line of the table: how much of something a variant needs, relative to another."""
+
+    work: str
+    variant: str
+    against: str
+    measure: str
+    ratio: float
+    goal: str = ""
+    """What was aimed at, such as ``≥ 4`` or ``≤ 0.1``; empty where a number is only shown."""
+
+    def met(self) -> str:
+        """Whether the goal was reached in this run."""
+        if not self.goal:
+            return ""
+        sign, number = self.goal.split()
+        reached = self.ratio >= float(number) if sign == "≥" else self.ratio <= float(number)
+        return "yes" if reached else "no"
+
+
+class Result(NamedTuple):
+    """What one file measured, and what must be said with it."""
+
+    lines: list[Line]
+    notes: str = ""
+
+
+def interleaved(
+    variants: Mapping[str, Callable[[], object]], rounds: int = 11, repeats: int = 1
+) -> dict[str, float]:
+    """The median CPU seconds of one call of each variant; each round runs all of them."""
     torch.set_num_threads(1)
     seconds: dict[str, list[float]] = {name: [] for name in variants}
-    for _ in range(rounds + 1):
+    for _ in range(rounds + 1):  # the first warms up
         for name, run in variants.items():
             start = time.process_time()
-            run()
-            seconds[name].append(time.process_time() - start)
+            for _ in range(repeats):
+                run()
+            seconds[name].append((time.process_time() - start) / repeats)
     return {name: statistics.median(times[1:]) for name, times in seconds.items()}
 
 
-def table(title: str, baseline: str, medians: dict[str, float]) -> str:
-    """A Markdown table of each variant's ratio to the baseline."""
-    rows = [f"| {title} | times faster than {baseline} |", "| --- | ---: |"]
-    rows += [
-        f"| {name} | {medians[baseline] / seconds:.1f} |"
-        for name, seconds in medians.items()
-        if name != baseline
+def faster(
+    work: str, seconds: Mapping[str, float], ours: str, peers: Mapping[str, str]
+) -> list[Line]:
+    """How many times faster ours is than each peer; a peer's value is its goal, or empty."""
+    return [
+        Line(work, ours, peer, "times faster", seconds[peer] / seconds[ours], goal)
+        for peer, goal in peers.items()
     ]
+
+
+def table(lines: list[Line]) -> str:
+    """The lines in Markdown."""
+    head = "| work | variant | against | measure | ratio | goal | met |"
+    rows = [head, "| --- | --- | --- | --- | ---: | --- | --- |"]
+    for line in lines:
+        ratio = f"{line.ratio:.2f}" if line.ratio < 10 else f"{line.ratio:.1f}"
+        cells = (line.work, line.variant, line.against, line.measure, ratio, line.goal, line.met())
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
