@@ -4,7 +4,7 @@ A mean of means is wrong as soon as two parts differ in size. A metric therefore
 count (or an extreme) until the very end, and one host sync turns all of them into numbers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,13 +14,16 @@ from torch import Tensor
 from klamp.objective.moments import wide_dtype
 from klamp.types import ALONE, Workers
 
-Number = Shaped[Tensor, ""]
+Number = Shaped[Tensor, ""] | float
 MEAN, SUM, MAX, MIN = "mean", "sum", "max", "min"
 
 
 @dataclass(frozen=True)
 class Metric:
-    """One number in parts. ``mean`` is sum / count; ``max`` and ``min`` keep the extreme in sum."""
+    """One number in parts. ``mean`` is sum / count; ``max`` and ``min`` keep the extreme in sum.
+
+    Parts are 0-dim tensors, or plain numbers where they were already looked at.
+    """
 
     sum: Number
     count: Number
@@ -73,12 +76,26 @@ def reduced(metrics: Metrics, workers: Workers = ALONE) -> dict[str, float]:
     if not metrics:
         return {}
     names = sorted(metrics)
-    adds = torch.stack([_pair(metrics[n]) for n in names])
-    tops = torch.stack([_top(metrics[n]) for n in names])
-    packed = torch.cat([workers.sum(adds), workers.max(tops)[:, None]], dim=1)
-    return {
-        n: _number(metrics[n].kind, *row) for n, row in zip(names, packed.tolist(), strict=True)
-    }
+    found = [metrics[n] for n in names]
+    adds = [m.sum if m.kind in (MEAN, SUM) else 0.0 for m in found]
+    tops = [_SIGNS[m.kind] * m.sum if m.kind in _SIGNS else 0.0 for m in found]
+    added = workers.sum(_packed([*adds, *(m.count for m in found)]))
+    numbers = torch.cat([added, workers.max(_packed(tops))]).tolist()
+    k = len(names)
+    rows = zip(names, found, numbers[:k], numbers[k : 2 * k], numbers[2 * k :], strict=True)
+    return {name: _number(m.kind, *parts) for name, m, *parts in rows}
+
+
+_SIGNS = {MAX: 1.0, MIN: -1.0}
+
+
+def _packed(numbers: Sequence[Number]) -> Tensor:
+    """Numbers as one tensor, as wide as their device can."""
+    device = next((x.device for x in numbers if isinstance(x, Tensor) and not x.is_cpu), None)
+    if device is None:  # on the CPU looking at a number is cheaper than an operation
+        return torch.tensor([float(x) for x in numbers], dtype=torch.float64)
+    tensors = [x if isinstance(x, Tensor) else torch.tensor(x, device=device) for x in numbers]
+    return torch.stack([x.to(wide_dtype(x)) for x in tensors])
 
 
 def _number(kind: str, total: float, count: float, top: float) -> float:
@@ -89,23 +106,15 @@ def _number(kind: str, total: float, count: float, top: float) -> float:
     return {MEAN: total / count, MAX: top, MIN: -top}[kind]
 
 
-def _pair(m: Metric) -> Tensor:
-    total = m.sum if m.kind in (MEAN, SUM) else torch.zeros_like(m.sum)
-    return torch.stack([total.to(wide_dtype(total)), m.count.to(wide_dtype(total))])
-
-
-def _top(m: Metric) -> Tensor:
-    if m.kind in (MEAN, SUM):
-        return torch.zeros_like(m.sum, dtype=wide_dtype(m.sum))
-    return (m.sum if m.kind == MAX else -m.sum).to(wide_dtype(m.sum))
-
-
 def _joined(a: Metric, b: Metric) -> Metric:
-    if a.kind == MAX:
-        return Metric(torch.maximum(a.sum, b.sum), a.count + b.count, MAX)
-    if a.kind == MIN:
-        return Metric(torch.minimum(a.sum, b.sum), a.count + b.count, MIN)
-    return Metric(a.sum + b.sum, a.count + b.count, a.kind)
+    count = a.count + b.count
+    if a.kind in (MEAN, SUM):
+        return Metric(a.sum + b.sum, count, a.kind)
+    pick = torch.maximum if a.kind == MAX else torch.minimum
+    if isinstance(a.sum, Tensor) and isinstance(b.sum, Tensor):
+        return Metric(pick(a.sum, b.sum), count, a.kind)
+    ends = torch.tensor([float(a.sum), float(b.sum)], dtype=torch.float64)
+    return Metric(float(pick(*ends)), count, a.kind)  # which keeps NaN, as max() does not
 
 
 def _extreme(x: Tensor) -> Tensor:

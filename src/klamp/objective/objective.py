@@ -38,8 +38,10 @@ from klamp.objective.terms import (
     entropy_term,
     kl_term,
     policy_term,
+    token_wise,
     value_term,
 )
+from klamp.objective.written import written_term
 from klamp.types import (
     ALONE,
     Batch,
@@ -168,12 +170,34 @@ class Objective:
     ) -> LossOutput:
         """∑ share · (policy + β·KL + value − entropy) on any part of a step. Parts add up."""
         kl = self.kl if self.kl is not None and self.kl.where == "loss" else None
-        wide = widen(logprobs)
-        if not fits(self.surrogate, kl, wide, batch, targets):
+        wide, compiling = widen(logprobs), torch.compiler.is_compiling()
+        written = token_wise(self.surrogate, kl, batch, targets)
+        if not written or not (compiling or fits(wide, batch, targets)):
             return self.plain_loss(logprobs, batch, targets, shares, values, entropy, exact_kl)
         check_shape("logprobs", logprobs, batch)
         check_shape("shares", shares, batch)
-        term = fused_term(self.surrogate, kl, wide, batch, targets, shares)
+        one_pass = written_term if compiling else fused_term
+        term = one_pass(self.surrogate, kl, wide, batch, targets, shares)
+        return self._with_others([term], batch, targets, shares, values, entropy)
+
+    def compiled_loss(
+        self,
+        logprobs: PerToken,
+        batch: Batch,
+        targets: Targets,
+        shares: PerToken,
+        values: PerToken | None = None,
+        entropy: PerToken | None = None,
+        exact_kl: PerToken | None = None,
+    ) -> LossOutput:
+        """``loss`` with its policy and KL terms as one loop by torch.compile, on any device."""
+        kl = self.kl if self.kl is not None and self.kl.where == "loss" else None
+        if not token_wise(self.surrogate, kl, batch, targets):
+            return self.plain_loss(logprobs, batch, targets, shares, values, entropy, exact_kl)
+        check_shape("logprobs", logprobs, batch)
+        check_shape("shares", shares, batch)
+        given = (widen(logprobs), batch, targets, shares)
+        term = written_term(self.surrogate, kl, *given, compiled=True)
         return self._with_others([term], batch, targets, shares, values, entropy)
 
     def plain_loss(

@@ -1,13 +1,14 @@
 """The terms of the loss: each a sum of shares, with the numbers that explain it."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from klamp.errors import DataError
 from klamp.objective.kl import KLTerm
-from klamp.objective.logratio import excess, log_ratio, narrow, widen
-from klamp.objective.losses import Surrogate, ValueLoss
+from klamp.objective.logratio import RATIO_LIMIT, excess, log_ratio, narrow, widen
+from klamp.objective.losses import ClippedSurrogate, Surrogate, ValueLoss
 from klamp.objective.metrics import Metric, count_of, max_of, mean_of, min_of, total_of
 from klamp.objective.reduce import weighted_sum
 from klamp.types import Batch, PerToken, Scalar, Targets, TokenMask
@@ -18,6 +19,37 @@ class Term(NamedTuple):
 
     loss: Scalar
     metrics: dict[str, Metric]
+
+
+class Attached(torch.autograd.Function):
+    """A loss whose gradient is already there."""
+
+    @staticmethod
+    def forward(ctx: Any, logprobs: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
+        """The loss."""
+        ctx.save_for_backward(gradient)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """The gradient, times what is asked for."""
+        (gradient,) = ctx.saved_tensors
+        # On the CPU looking costs nothing, and as it is the gradient need not be copied.
+        if not torch.compiler.is_compiling() and grads[0].is_cpu and float(grads[0]) == 1.0:
+            return gradient, None, None
+        return gradient * grads[0], None, None
+
+
+def token_wise(surrogate: Surrogate, kl: KLTerm | None, batch: Batch, targets: Targets) -> bool:
+    """Whether each token's terms depend on that token alone, in forms that are written down."""
+    if not isinstance(surrogate, ClippedSurrogate) or surrogate.ratio != "token":
+        return False
+    if kl is None:
+        return True
+    if kl.weighting is not None or kl.estimator not in ("k1", "k2", "k3"):
+        return False
+    prepared = kl.gradient != "sequence" or targets.kl_to_come is not None
+    return prepared and batch.ref_logprobs is not None
 
 
 def policy_term(
@@ -36,7 +68,8 @@ def policy_term(
     loss = weighted_sum(policy.loss * torch.where(active, targets.corrections, 0.0), shares)
     clipped = policy.clipped_low | policy.clipped_high
     # Samples are the old policy's, so excess(log π/π_old) is k3 of KL(π_old ‖ π).
-    moved = excess(log_ratio(logprobs.detach(), old, active).value)
+    near = log_ratio(logprobs.detach(), old, active, bounds=(-RATIO_LIMIT, RATIO_LIMIT)).value
+    moved = excess(near)
     return Term(
         loss,
         {

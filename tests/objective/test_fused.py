@@ -1,0 +1,209 @@
+"""The one-pass forms give what the formulae give: values, gradients and every metric."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import klamp
+from klamp.objective import fused
+from klamp.objective.metrics import reduced
+from klamp.objective.terms import token_wise
+from klamp.objective.written import written_term
+from klamp.types import Batch, Targets
+
+KLS = {
+    f"{estimator}-{gradient}-{clamp}": klamp.KLTerm(
+        estimator=estimator,
+        gradient=gradient,
+        clamp_gradient=clamp,
+        clamp_log_ratio=3.0,
+        clamp_value=2.0,
+        clamp_to_come=1.5,
+        accept_length_bias=True,
+    )
+    for estimator in ("k1", "k2", "k3")
+    for gradient in ("value", "token", "sequence")
+    for clamp in ("zero", "pass")
+}
+SURROGATES = {
+    "clip": klamp.ClippedSurrogate(low=0.2, high=0.3),
+    "dual": klamp.ClippedSurrogate(low=0.2, high=0.3, dual=1.5),
+    "clamp": klamp.ClippedSurrogate(clamp_log_ratio=0.7),
+}
+
+
+def case(spread, rows=5, width=23, seed=0, dtype=torch.float32, reference=True):
+    """A batch with padding, holes, a row without shares and rubbish where nothing is active."""
+    g = torch.Generator().manual_seed(seed)
+
+    def noise():
+        return torch.randn(rows, width, generator=g, dtype=dtype)
+
+    mask = torch.rand(rows, width, generator=g) < 0.8
+    mask[0] = True
+    logprobs = -noise().abs()
+    old, ref = logprobs + spread * noise(), logprobs + spread * noise()
+    advantages, corrections, to_come = noise(), noise().abs(), spread * noise()
+    rubbish = torch.tensor([math.nan, math.inf, -math.inf, 1e30], dtype=dtype)
+    for i, x in enumerate((logprobs, old, ref, advantages, corrections, to_come)):
+        x[~mask] = rubbish[(i + torch.arange(int((~mask).sum()))) % 4]
+    corrections[mask & (torch.rand(rows, width, generator=g) < 0.2)] = 0.0
+    weights = torch.rand(rows, generator=g, dtype=dtype)
+    weights[-1] = 0.0
+    batch = Batch(
+        mask=mask,
+        scores=torch.zeros(rows),
+        groups=torch.arange(rows),
+        old_logprobs=old,
+        ref_logprobs=ref if reference else None,
+    )
+    targets = Targets(
+        mask=mask & (torch.arange(width) != 3),
+        weights=weights,
+        advantages=advantages,
+        corrections=corrections,
+        kl_coef=0.3,
+        kl_to_come=to_come,
+    )
+    return logprobs, batch, targets
+
+
+def outcome(function, logprobs, *rest):
+    """Loss, gradient and numbers."""
+    x = logprobs.clone().requires_grad_()
+    out = function(x, *rest)
+    (2.5 * out.loss).backward()
+    return out.loss.detach(), x.grad, reduced(out.metrics)
+
+
+def by_written(objective):
+    def loss(logprobs, batch, targets, shares):
+        given = (objective.surrogate, objective.kl, logprobs, batch, targets, shares)
+        return written_term(*given)
+
+    return loss
+
+
+def agree(objective, logprobs, batch, targets, form, tolerance=1e-5):
+    shares = objective.shares(targets.mask, targets.weights)
+    kl = objective.kl
+    assert token_wise(objective.surrogate, kl, batch, targets)
+    assert fused.fits(logprobs, batch, targets)
+    function = objective.loss if form == "fused" else by_written(objective)
+    found = outcome(function, logprobs, batch, targets, shares)
+    wanted = outcome(objective.plain_loss, logprobs, batch, targets, shares)
+    torch.testing.assert_close(found[0], wanted[0], rtol=tolerance, atol=tolerance)
+    scale = wanted[1].abs().max()
+    torch.testing.assert_close(found[1], wanted[1], rtol=tolerance, atol=float(tolerance * scale))
+    assert found[2].keys() == wanted[2].keys()
+    for name, value in wanted[2].items():
+        assert found[2][name] == pytest.approx(value, rel=tolerance, abs=tolerance), name
+
+
+@pytest.mark.parametrize("form", ["fused", "written"])
+@pytest.mark.parametrize("spread", [0.0, 1e-4, 0.02, 0.3, 2.0, 60.0])
+@pytest.mark.parametrize("surrogate", SURROGATES)
+@pytest.mark.parametrize("kl", [None, *KLS])
+def test_one_pass_is_what_the_formulae_say(kl, surrogate, spread, form):
+    objective = klamp.Objective(kl=KLS.get(kl), surrogate=SURROGATES[surrogate])
+    agree(objective, *case(spread), form)
+
+
+@pytest.mark.parametrize("form", ["fused", "written"])
+@pytest.mark.parametrize("spread", [0.02, 0.3])
+def test_without_clamps_and_in_float64_to_many_digits(spread, form):
+    objective = klamp.Objective(kl=klamp.KLTerm(gradient="sequence", estimator="k3"))
+    agree(objective, *case(spread, dtype=torch.float64), form, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("form", ["fused", "written"])
+def test_a_batch_without_reference_and_without_kl(form):
+    agree(klamp.Objective(), *case(0.3, reference=False), form)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 40), st.sampled_from([1e-3, 0.1, 1.0]))
+def test_any_block_size_gives_the_same(seed, block, spread):
+    objective = klamp.Objective(kl=klamp.KLTerm())
+    logprobs, batch, targets = case(spread, seed=seed)
+    shares = objective.shares(targets.mask, targets.weights)
+    whole = outcome(objective.loss, logprobs, batch, targets, shares)
+    usual = fused.BLOCK
+    fused.BLOCK = block
+    try:
+        cut = outcome(objective.loss, logprobs, batch, targets, shares)
+    finally:
+        fused.BLOCK = usual
+    torch.testing.assert_close(cut[0], whole[0], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(cut[1], whole[1], rtol=1e-4, atol=1e-7)
+    assert cut[2] == pytest.approx(whole[2], rel=1e-4, abs=1e-6)
+
+
+def test_small_divergences_keep_their_digits():
+    """k3 of 1e-4 is 5e-9: far below the rounding of e⁻ᵈ, from which it must not be made."""
+    logprobs, batch, targets = case(0.0)
+    batch = replace(batch, ref_logprobs=batch.old_logprobs - 1e-4)
+    objective = klamp.Objective(kl=klamp.KLTerm())
+    shares = objective.shares(targets.mask)
+    d = (logprobs - batch.ref_logprobs)[targets.mask].double()
+    exact = float((torch.expm1(-d) + d).mean())
+    found = reduced(objective.loss(logprobs, batch, targets, shares).metrics)
+    assert found["actor/kl"] == pytest.approx(exact, rel=1e-3)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_an_active_number_that_is_not_finite_is_counted(bad):
+    logprobs, batch, targets = case(0.1)
+    logprobs[0, 0] = bad
+    objective = klamp.Objective(kl=klamp.KLTerm())
+    shares = objective.shares(targets.mask)
+    fast = outcome(objective.loss, logprobs, batch, targets, shares)
+    plain = outcome(objective.plain_loss, logprobs, batch, targets, shares)
+    assert fast[2]["actor/nonfinite_tokens"] == plain[2]["actor/nonfinite_tokens"] == 1.0
+    assert fast[2] == pytest.approx(plain[2], rel=1e-4, abs=1e-6, nan_ok=True)
+    torch.testing.assert_close(fast[1], plain[1], equal_nan=True, rtol=1e-4, atol=1e-7)
+
+
+def test_what_is_not_token_wise_goes_by_the_formulae():
+    logprobs, batch, targets = case(0.1)
+    batch = replace(batch, exact_kl=torch.zeros_like(logprobs))
+    without = replace(targets, kl_to_come=None)
+    sequence = klamp.ClippedSurrogate(ratio="sequence")
+    assert not token_wise(sequence, None, batch, targets)
+    for kl in (
+        klamp.KLTerm(weighting="importance"),
+        klamp.KLTerm(estimator="abs"),
+        klamp.KLTerm(estimator="exact"),
+    ):
+        assert not token_wise(klamp.ClippedSurrogate(), kl, batch, targets)
+    kl = klamp.KLTerm(gradient="sequence")
+    assert token_wise(klamp.ClippedSurrogate(), kl, batch, targets)
+    assert not token_wise(klamp.ClippedSurrogate(), kl, batch, without)
+
+
+def test_half_precision_within_its_rounding():
+    logprobs, batch, targets = case(0.2)
+    objective = klamp.Objective(kl=klamp.KLTerm())
+    shares = objective.shares(targets.mask)
+    half = logprobs.bfloat16()
+    batch = replace(batch, old_logprobs=half.float(), ref_logprobs=half.float() - 0.1)
+    fast = outcome(objective.loss, half, batch, targets, shares)
+    plain = outcome(objective.plain_loss, half, batch, targets, shares)
+    assert fast[1].dtype == torch.bfloat16
+    torch.testing.assert_close(fast[0], plain[0])
+    torch.testing.assert_close(fast[1], plain[1], rtol=8e-3, atol=1e-6)
+
+
+def test_the_gradient_can_be_asked_for_twice():
+    logprobs, batch, targets = case(0.2)
+    objective = klamp.Objective(kl=klamp.KLTerm())
+    x = logprobs.clone().requires_grad_()
+    out = objective.loss(x, batch, targets, objective.shares(targets.mask))
+    out.loss.backward(retain_graph=True)
+    once = x.grad.clone()
+    (3.0 * out.loss).backward()
+    torch.testing.assert_close(x.grad, 4.0 * once)
