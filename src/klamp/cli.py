@@ -106,12 +106,13 @@ def presets(
     name: Annotated[str | None, typer.Argument(help="None: list them.")] = None,
 ) -> None:
     """List the presets, or print one as YAML to paste under `objective:`."""
-    from klamp import presets as known
-    from klamp.train import recipe, yamlfile
-
     if name is not None:
+        from klamp.train import recipe, yamlfile
+
         print(yamlfile.dump(recipe.objective(name).to_dict()), end="")
         return
+    from klamp import presets as known
+
     for key, make in known.PRESETS.items():
         print(f"{key:<16}{(make.__doc__ or '').strip().splitlines()[0]}")
 
