@@ -86,14 +86,15 @@ class Sums(NamedTuple):
 
 def space(scratch: Tensor, active: Tensor) -> Space:
     """The rows of a [8, width] tensor by what they are used for."""
+    share, weight, grown, rho, minus_d, moved, loose, up = scratch.unbind()
     return Space(
-        *scratch.unbind(),
-        scratch[4:6],
-        scratch.view(active.dtype)[4:6],
-        scratch[2:4],
-        scratch[3:6],
-        scratch[6:8],
-        active,
+        *(share, weight, grown, rho, minus_d, moved, loose, up),
+        log_ratios=scratch[4:6],
+        log_ratio_bits=scratch.view(active.dtype)[4:6],
+        ratios=scratch[2:4],
+        summed=scratch[3:6],
+        counted=scratch[6:8],
+        active=active,
     )
 
 

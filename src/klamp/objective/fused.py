@@ -69,16 +69,26 @@ def _blocks(
 ) -> Iterator[tuple[Block, Space]]:
     """The tokens, ``BLOCK`` at a time, in whatever row they are, with room to work in."""
     dtype, total = logprobs.dtype, logprobs.numel()
-    given = (
-        *(logprobs, batch.old_logprobs, targets.advantages, targets.corrections, shares),
-        *(targets.mask, None if kl is None else batch.ref_logprobs, targets.kl_to_come, gradient),
-    )
-    flat = [x if x is None else _row(x, dtype) for x in given]
+
+    def part(x: Tensor, start: int) -> Tensor:
+        x = x.reshape(-1)
+        x = x if x.dtype in (dtype, torch.bool) else x.to(dtype)
+        return x if total <= BLOCK else x[start : start + BLOCK]
+
+    ref = None if kl is None else batch.ref_logprobs
     for start in range(0, total, BLOCK):
-        tokens = flat
-        if total > BLOCK:
-            tokens = [x if x is None else x[start : start + BLOCK] for x in flat]
-        yield Block(*tokens), _room(min(BLOCK, total - start), dtype)
+        block = Block(
+            logprobs=part(logprobs, start),
+            old=part(batch.old_logprobs, start),
+            advantages=part(targets.advantages, start),
+            corrections=part(targets.corrections, start),
+            shares=part(shares, start),
+            mask=part(targets.mask, start),
+            ref=None if ref is None else part(ref, start),
+            to_come=None if targets.kl_to_come is None else part(targets.kl_to_come, start),
+            gradient=None if gradient is None else part(gradient, start),
+        )
+        yield block, _room(min(BLOCK, total - start), dtype)
 
 
 _KEPT = threading.local()
@@ -95,35 +105,26 @@ def _room(width: int, dtype: torch.dtype) -> Space:
     return _KEPT.space
 
 
-def _row(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x flat, and in the dtype of the log-probs if it is a number."""
-    x = x.reshape(-1)
-    return x if x.dtype in (dtype, torch.bool) else x.to(dtype)
-
-
 def _by_terms(surrogate: ClippedSurrogate, kl: KLTerm | None, kl_coef: float, block: Block) -> Term:
     """The same from ``policy_term`` and ``kl_term``, which know every case."""
-    names = ("logprobs", "old", "advantages", "corrections", "shares", "mask", "ref", "to_come")
-    rows = {n: None if (x := getattr(block, n)) is None else x[None] for n in names}
-    logprobs, shares, mask = rows["logprobs"], rows["shares"], rows["mask"]
-    one = shares.new_ones(1)
+    one, mask, shares = block.shares.new_ones(1), block.mask[None], block.shares[None]
     batch = Batch(
         mask=mask,
         scores=one,
         groups=one.long(),
-        old_logprobs=rows["old"],
-        ref_logprobs=rows["ref"],
+        old_logprobs=block.old[None],
+        ref_logprobs=None if block.ref is None else block.ref[None],
     )
     targets = Targets(
         mask=mask,
         weights=one,
-        advantages=rows["advantages"],
-        corrections=rows["corrections"],
+        advantages=block.advantages[None],
+        corrections=block.corrections[None],
         kl_coef=kl_coef,
-        kl_to_come=rows["to_come"],
+        kl_to_come=None if block.to_come is None else block.to_come[None],
     )
     with torch.enable_grad():
-        logprobs = logprobs.detach().requires_grad_(block.gradient is not None)
+        logprobs = block.logprobs[None].detach().requires_grad_(block.gradient is not None)
         given = (logprobs, batch, targets, mask & (shares > 0), shares)
         terms = [policy_term(surrogate, *given)]
         if kl is not None:

@@ -18,7 +18,6 @@ from klamp.objective import reduce
 from klamp.objective.advantages import Advantage
 from klamp.objective.catalogue import SETTINGS
 from klamp.objective.correction import Correction
-from klamp.objective.fused import fits, fused_term
 from klamp.objective.groups import Difficulty
 from klamp.objective.kl import KLTerm
 from klamp.objective.logratio import widen
@@ -32,16 +31,8 @@ from klamp.objective.settings import (
 )
 from klamp.objective.stage import ScoreStage
 from klamp.objective.state import ObjectiveState
-from klamp.objective.terms import (
-    Term,
-    check_shape,
-    entropy_term,
-    kl_term,
-    policy_term,
-    token_wise,
-    value_term,
-)
-from klamp.objective.written import written_term
+from klamp.objective.terms import check_shape, entropy_term, value_term
+from klamp.objective.ways import COMPILED, FUSED, PLAIN, token_terms
 from klamp.types import (
     ALONE,
     Batch,
@@ -169,16 +160,8 @@ class Objective:
         exact_kl: PerToken | None = None,
     ) -> LossOutput:
         """∑ share · (policy + β·KL + value − entropy) on any part of a step. Parts add up."""
-        kl = self.kl if self.kl is not None and self.kl.where == "loss" else None
-        wide, compiling = widen(logprobs), torch.compiler.is_compiling()
-        written = token_wise(self.surrogate, kl, batch, targets)
-        if not written or not (compiling or fits(wide, batch, targets)):
-            return self.plain_loss(logprobs, batch, targets, shares, values, entropy, exact_kl)
-        check_shape("logprobs", logprobs, batch)
-        check_shape("shares", shares, batch)
-        one_pass = written_term if compiling else fused_term
-        term = one_pass(self.surrogate, kl, wide, batch, targets, shares)
-        return self._with_others([term], batch, targets, shares, values, entropy)
+        given = (logprobs, batch, targets, shares)
+        return self._loss(FUSED, given, values, entropy, exact_kl)
 
     def compiled_loss(
         self,
@@ -191,14 +174,8 @@ class Objective:
         exact_kl: PerToken | None = None,
     ) -> LossOutput:
         """``loss`` with its policy and KL terms as one loop by torch.compile, on any device."""
-        kl = self.kl if self.kl is not None and self.kl.where == "loss" else None
-        if not token_wise(self.surrogate, kl, batch, targets):
-            return self.plain_loss(logprobs, batch, targets, shares, values, entropy, exact_kl)
-        check_shape("logprobs", logprobs, batch)
-        check_shape("shares", shares, batch)
-        given = (widen(logprobs), batch, targets, shares)
-        term = written_term(self.surrogate, kl, *given, compiled=True)
-        return self._with_others([term], batch, targets, shares, values, entropy)
+        given = (logprobs, batch, targets, shares)
+        return self._loss(COMPILED, given, values, entropy, exact_kl)
 
     def plain_loss(
         self,
@@ -210,31 +187,28 @@ class Objective:
         entropy: PerToken | None = None,
         exact_kl: PerToken | None = None,
     ) -> LossOutput:
-        """What ``loss`` means, by autograd through the formulae: every objective, any device."""
+        """What ``loss`` means, by autograd through the formulae."""
+        given = (logprobs, batch, targets, shares)
+        return self._loss(PLAIN, given, values, entropy, exact_kl)
+
+    def _loss(
+        self,
+        way: str,
+        given: tuple[PerToken, Batch, Targets, PerToken],
+        values: PerToken | None,
+        entropy: PerToken | None,
+        exact_kl: PerToken | None,
+    ) -> LossOutput:
+        logprobs, batch, targets, shares = given
         check_shape("logprobs", logprobs, batch)
         check_shape("shares", shares, batch)
         logprobs = widen(logprobs)  # once, so that gradients add up before they are narrowed
-        given = (batch, targets, targets.mask & (shares > 0), shares)
-        terms = [policy_term(self.surrogate, logprobs, *given)]
-        if self.kl is not None and self.kl.where == "loss":
-            terms.append(kl_term(self.kl, logprobs, *given, exact_kl))
-        return self._with_others(terms, batch, targets, shares, values, entropy)
-
-    def _with_others(
-        self,
-        terms: list[Term],
-        batch: Batch,
-        targets: Targets,
-        shares: PerToken,
-        values: PerToken | None,
-        entropy: PerToken | None,
-    ) -> LossOutput:
+        of_tokens = (logprobs, batch, targets, shares, exact_kl)
+        terms = token_terms(way, self.surrogate, self.kl, *of_tokens)
         if self.entropy_coef is not None or entropy is not None:
-            active = targets.mask & (shares > 0)
-            terms.append(entropy_term(self.entropy_coef, entropy, batch, active, shares))
+            terms.append(entropy_term(self.entropy_coef, entropy, batch, targets, shares))
         if self.value_loss is not None:
-            active = targets.mask & (shares > 0)
-            terms.append(value_term(self.value_loss, values, batch, targets, active, shares))
+            terms.append(value_term(self.value_loss, values, batch, targets, shares))
         loss = terms[0].loss
         for term in terms[1:]:
             loss = loss + term.loss

@@ -114,7 +114,7 @@ def kl_term(
 
 
 def entropy_term(
-    coef: float | None, entropy: PerToken | None, batch: Batch, active: TokenMask, shares: PerToken
+    coef: float | None, entropy: PerToken | None, batch: Batch, targets: Targets, shares: PerToken
 ) -> Term:
     """−coef · ∑ share · entropy; without a coefficient the entropy is only watched."""
     if entropy is None:
@@ -123,6 +123,7 @@ def entropy_term(
             "entropy at each token, or set entropy_coef=None"
         )
     check_shape("entropy", entropy, batch)
+    active = targets.mask & (shares > 0)
     x = torch.where(active, widen(entropy), 0.0)
     if coef is None:
         return Term(shares.new_zeros(()), {"actor/entropy": mean_of(x, active)})
@@ -135,7 +136,6 @@ def value_term(
     values: PerToken | None,
     batch: Batch,
     targets: Targets,
-    active: TokenMask,
     shares: PerToken,
 ) -> Term:
     """∑ share · value loss, summed in float64: a large error squared is no reason to overflow."""
@@ -146,6 +146,7 @@ def value_term(
             "critic's values, or set value_loss=None"
         )
     check_shape("values", values, batch)
+    active = targets.mask & (shares > 0)
     tokens = value_loss(values, batch.values, targets.returns, active)
     loss = narrow(weighted_sum(tokens.loss, shares.to(tokens.loss)), widen(values).dtype)
     return Term(

@@ -47,7 +47,7 @@ class Tokens(NamedTuple):
     to_come: Tensor | None
     shares: Tensor
     mask: Tensor
-    kl_coef: Tensor
+    kl_coef: Tensor | float
     rows: Tensor
     """True for each row; see ``sums``."""
 
@@ -73,7 +73,8 @@ def written_term(
         to_come=targets.kl_to_come,
         shares=shares,
         mask=targets.mask,
-        kl_coef=torch.tensor(targets.kl_coef, dtype=logprobs.dtype, device=logprobs.device),
+        # As a tensor it may move without a new compilation.
+        kl_coef=logprobs.new_tensor(targets.kl_coef) if compiled else targets.kl_coef,
         rows=targets.weights.isfinite(),
     )
     function = _compiled() if compiled else sums
