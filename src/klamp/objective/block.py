@@ -3,8 +3,8 @@
     ∂/∂log π  =  − w Â ρ [not clipped]  +  β s c,     w = share · correction,  s = share,
 
 with c the coefficient of the KL term's gradient. Ordinary is a block in which no clamp changes
-anything and every number is finite. Masking is done on the bits of the numbers: as an integer, NaN
-times 0 is 0, and it is ten times as fast as ``where`` on the CPU.
+anything and every number is finite, also those that are masked: multiplying by 0 is ten times as
+fast as ``where`` on the CPU, and NaN survives it and is seen.
 """
 
 import math
@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from klamp.objective.kl import KLTerm
-from klamp.objective.logratio import EXCESS_LIMIT, LARGEST, growth_and_ratio
+from klamp.objective.logratio import EXCESS_LIMIT, LARGEST, LOG2_E, growth_and_ratio
 from klamp.objective.losses import ClippedSurrogate
-
-BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 class Block(NamedTuple):
@@ -50,12 +48,11 @@ class Space(NamedTuple):
     loose: Tensor
     up: Tensor
     log_ratios: Tensor
-    log_ratio_bits: Tensor
     ratios: Tensor
     summed: Tensor
     counted: Tensor
     active: Tensor
-    """1 where a token has a share, else 0."""
+    """log₂ e where a token has a share, else 0: log-ratios are kept in bits, for 2ˣ."""
 
 
 class Sums(NamedTuple):
@@ -84,13 +81,12 @@ class Sums(NamedTuple):
         return Sums(*sums, low=min(self.low, other.low), high=max(self.high, other.high))
 
 
-def space(scratch: Tensor, active: Tensor) -> Space:
-    """The rows of a [8, width] tensor by what they are used for."""
-    share, weight, grown, rho, minus_d, moved, loose, up = scratch.unbind()
+def space(scratch: Tensor) -> Space:
+    """The rows of a [9, width] tensor by what they are used for."""
+    share, weight, grown, rho, minus_d, moved, loose, up, active = scratch.unbind()
     return Space(
         *(share, weight, grown, rho, minus_d, moved, loose, up),
         log_ratios=scratch[4:6],
-        log_ratio_bits=scratch.view(active.dtype)[4:6],
         ratios=scratch[2:4],
         summed=scratch[3:6],
         counted=scratch[6:8],
@@ -103,21 +99,22 @@ def ordinary(
 ) -> Sums | None:
     """The block's sums, its gradient written; None where a clamp or worse is at work."""
     torch.mul(block.shares, block.mask, out=at.share)
-    tokens = float(torch.count_nonzero(at.share))
-    torch.gt(at.share, 0, out=at.active)
+    tokens = float(torch.gt(at.share, 0, out=at.active).sum())
     torch.sub(block.logprobs, block.old, out=at.moved)
     if block.ref is None:
         at.minus_d.zero_()
     else:
         torch.sub(block.ref, block.logprobs, out=at.minus_d)
-    at.log_ratio_bits.mul_(at.active)
-    lows, highs = at.log_ratios.amin(dim=1).tolist(), at.log_ratios.amax(dim=1).tolist()
+    at.log_ratios.mul_(at.active.mul_(LOG2_E))
+    lows = (at.log_ratios.amin(dim=1) / LOG2_E).tolist()
+    highs = (at.log_ratios.amax(dim=1) / LOG2_E).tolist()
     if not _unclamped(surrogate, kl, lows, highs):
         return None
     low, high = lows[1], highs[1]
     if tokens < len(at.share) and not low < 0.0 < high:  # a masked token's 0 is no extreme
-        low, high = _ends(at.moved[at.active.bool()])
-    minus_d = at.minus_d.clone() if kl is not None and _needs_log_ratio(kl) else None
+        low, high = _ends(at.moved[at.active > 0] / LOG2_E)
+    wants_d = kl is not None and _needs_log_ratio(kl)
+    minus_d = at.minus_d / LOG2_E if wants_d else None
     growth_and_ratio(at.log_ratios, min(lows), max(highs), out=at.ratios)
     ratios, excess, moved = at.summed.sum(dim=1).tolist()
     ratios -= len(at.share) - tokens
@@ -188,8 +185,10 @@ def _penalty(
     if kl.gradient == "value" and kl.estimator == "k1":
         minus_c = at.grown.fill_(-1.0)
     elif kl.gradient == "sequence" and minus_d is not None and block.to_come is not None:
-        at.loose.copy_(block.to_come).view(at.active.dtype).mul_(at.active)
-        if max(map(abs, _ends(at.loose))) >= (kl.clamp_to_come or LARGEST):
+        torch.mul(block.to_come, at.active, out=at.loose).mul_(1.0 / LOG2_E)
+        low, high = _ends(at.loose)
+        limit = kl.clamp_to_come or LARGEST
+        if not (-limit < low and high < limit):
             return None
         minus_c = minus_d.sub_(at.loose)
     if block.gradient is not None:

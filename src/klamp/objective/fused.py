@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from klamp.objective.block import BITS, Block, Space, Sums, ordinary, space
+from klamp.objective.block import Block, Space, Sums, ordinary, space
 from klamp.objective.kl import KLTerm
 from klamp.objective.losses import ClippedSurrogate, Surrogate
 from klamp.objective.metrics import MAX, MIN, SUM, Metric, merge
@@ -25,7 +25,7 @@ BLOCK = 1 << 16
 
 def fits(logprobs: PerToken, batch: Batch, targets: Targets) -> bool:
     """Whether the tensors are such that they can be worked on here."""
-    if not logprobs.is_cpu or logprobs.dtype not in BITS:
+    if not logprobs.is_cpu or logprobs.dtype not in (torch.float32, torch.float64):
         return False
     given = (batch.old_logprobs, batch.ref_logprobs, targets.advantages, targets.corrections)
     return all(x is None or x.dtype.itemsize <= logprobs.dtype.itemsize for x in given)
@@ -99,8 +99,7 @@ def _room(width: int, dtype: torch.dtype) -> Space:
     if getattr(_KEPT, "size", None) != (width, dtype):
         if getattr(_KEPT, "dtype", None) != dtype:
             _KEPT.rows, _KEPT.dtype = torch.empty(9, BLOCK, dtype=dtype), dtype
-        rows = _KEPT.rows[:, :width]
-        _KEPT.space = space(rows[:8], rows[8].view(BITS[dtype]))
+        _KEPT.space = space(_KEPT.rows[:, :width])
         _KEPT.size = width, dtype
     return _KEPT.space
 

@@ -115,18 +115,19 @@ SMALL = 0.0625
 LOG2_E = 1.4426950408889634
 
 
-def growth_and_ratio(x: Tensor, low: float, high: float, *, out: Tensor) -> None:
-    """For two rows of x between low and high: eˣ − 1 of one and eˣ of the other, into ``out``.
+def growth_and_ratio(bits: Tensor, low: float, high: float, *, out: Tensor) -> None:
+    """For two rows of x = bits · log 2 between low and high: eˣ − 1 of one, eˣ of the other.
 
-    x itself becomes eˣ − 1 − x. On the CPU 2ˣ takes a third of expm1's time.
+    They go to ``out``, and ``bits`` becomes eˣ − 1 − x. On the CPU 2ˣ takes a third of the time
+    that expm1 takes.
     """
     if low > -SMALL and high < SMALL:
-        torch.expm1(x, out=out)
-        torch.sub(out, x, out=x)
+        torch.expm1(bits.mul_(1.0 / LOG2_E), out=out)
+        torch.sub(out, bits, out=bits)
         out[1].add_(1.0)
     else:
-        torch.exp2(torch.mul(x, LOG2_E, out=out), out=out)
-        torch.sub(out, x, out=x).sub_(1.0)
+        torch.exp2(bits, out=out)
+        torch.sub(out, bits, alpha=1.0 / LOG2_E, out=bits).sub_(1.0)
         out[0].sub_(1.0)
 
 
