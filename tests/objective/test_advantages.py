@@ -10,7 +10,6 @@ from helpers import assert_close, prefix_mask, tensor
 from klamp.errors import ConfigError, DataError
 from klamp.objective.advantages import GAE, Advantage, Returns, Whiten, gae, returns_to_go
 
-HOLES = torch.tensor([[0, 1, 0, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0], [0, 0, 0, 0, 1]]).bool()
 ON = torch.ones(1, 3, dtype=torch.bool)
 
 
@@ -47,19 +46,72 @@ def test_gae_by_hand():
     assert_close(returns, tensor([2.875, 3.5, 4.0]))
 
 
+NAN = float("nan")
+SETTINGS = [(1.0, 0.95), (0.9, 0.5), (1.0, 1.0), (0.9, 0.0), (0, 1)]
+WIDTHS = [1, 2, 5, 14, 15, 62, 63, 64, 70, 300]
+
+
+def masks_of(width):
+    """One of each kind: full, in front, and with holes beside a full and an empty row."""
+    holes = torch.rand(6, width) < 0.6
+    holes[0], holes[1] = True, False
+    holes[2] = torch.arange(width) == width - 1
+    lengths = torch.randint(0, width + 1, (6,)).tolist()
+    return {
+        "full": torch.ones(6, width, dtype=torch.bool),
+        "in front": prefix_mask([0, *lengths[1:]], width),
+        "holes": holes,
+        "empty": torch.zeros(6, width, dtype=torch.bool),
+    }
+
+
+@pytest.mark.parametrize(("gamma", "lam"), SETTINGS)
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("kind", ["full", "in front", "holes", "empty"])
+def test_both_equal_the_loop_on_active_tokens(kind, width, gamma, lam):
+    """Whatever stands at masked tokens, which get 0."""
+    mask = masks_of(width)[kind]
+    rewards, values = torch.randn(2, 6, width, dtype=torch.float64).where(mask, NAN)
+    expected, totals = by_loop(rewards, values, mask, gamma, lam)
+    advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
+    assert_close(advantages, expected)
+    assert_close(returns, torch.where(mask, expected + values, 0.0))
+    assert_close(returns_to_go(rewards, mask, gamma=gamma), totals)
+
+
+@pytest.mark.parametrize("shape", [(3, 0), (0, 3), (0, 0)])
+def test_nothing_gives_nothing(shape):
+    nothing, mask = torch.zeros(shape), torch.zeros(shape, dtype=torch.bool)
+    for found in (*gae(nothing, nothing, mask), returns_to_go(nothing, mask)):
+        assert found.shape == shape
+
+
+@pytest.mark.parametrize("kind", ["full", "in front", "holes"])
 @pytest.mark.parametrize(
-    ("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (1.0, 1.0), (0.9, 0.0), (0, 1)]
+    ("dtype", "tolerance"), [(torch.bfloat16, 0.1), (torch.float16, 0.01), (torch.float32, 1e-5)]
 )
-@pytest.mark.parametrize("width", [5, 32, 70])
-def test_both_equal_the_loop_on_active_tokens_with_holes(width, gamma, lam):
-    rewards, values = torch.randn(2, 6, width, dtype=torch.float64)
-    for mask in (torch.rand(6, width) < 0.6, prefix_mask([0, 1, 2, 3, 4, 5], width)):
-        expected, totals = by_loop(rewards, values, mask, gamma, lam)
-        advantages, returns = gae(rewards, values, mask, gamma=gamma, lam=lam)
-        assert_close(advantages, expected)
-        assert_close(torch.where(mask, returns - values, 0.0), expected)
-        assert (returns[~mask] == 0).all()
-        assert_close(returns_to_go(rewards, mask, gamma=gamma), totals)
+def test_every_float_comes_out_as_it_went_in(kind, dtype, tolerance):
+    mask = masks_of(70)[kind]
+    rewards, values = torch.randn(2, 6, 70).to(dtype)
+    dirty = [x.where(mask, NAN) for x in (rewards, values)]
+    expected, totals = by_loop(rewards.double(), values.double(), mask, 0.9, 0.9)
+    advantages, returns = gae(*dirty, mask, gamma=0.9, lam=0.9)
+    assert advantages.dtype == returns.dtype == dtype
+    assert (advantages.double() - expected).abs().max() < tolerance
+    difference = returns_to_go(dirty[0], mask, gamma=0.9).double() - totals
+    assert difference.abs().max() < tolerance
+
+
+@pytest.mark.parametrize("kind", ["full", "in front", "holes"])
+def test_a_row_of_any_size_leaves_the_others_alone(kind):
+    """To the last bit: rows share blocks of memory, never a sum."""
+    mask = masks_of(70)[kind]
+    rewards, values = torch.randn(2, 6, 70)
+    quiet = gae(rewards, values, mask, lam=0.9)
+    rewards[0], values[0] = 1e30, -1e30
+    loud = gae(rewards, values, mask, lam=0.9)
+    for a, b in zip(quiet, loud, strict=True):
+        assert torch.equal(a[1:], b[1:])
 
 
 @pytest.mark.parametrize("junk", [float("nan"), float("inf"), -float("inf"), 1e30])
@@ -82,8 +134,12 @@ def test_inserting_masked_tokens_changes_nothing(junk):
 
 
 def test_rows_are_cut_into_chunks_without_a_seam(monkeypatch):
-    rewards, values, mask = *torch.randn(2, 9, 40), torch.rand(9, 40) < 0.7
-    mask[:3] = True
+    """Chunks of two rows, the last of one; each has its own kind of mask, in any order."""
+    rewards, values = torch.randn(2, 11, 40)
+    mask = torch.rand(11, 40) < 0.7
+    mask[:2], mask[4:6] = True, prefix_mask([3, 40], 40)
+    mask[8:10] = False
+    rewards, values = (x.where(mask, NAN) for x in (rewards, values))
     whole = (*gae(rewards, values, mask), returns_to_go(rewards, mask))
     monkeypatch.setattr("klamp.objective.scan.CHUNK_TOKENS", 80)
     for a, b in zip(
@@ -92,12 +148,14 @@ def test_rows_are_cut_into_chunks_without_a_seam(monkeypatch):
         assert_close(a, b)
 
 
-def test_the_memory_layout_does_not_matter():
-    rewards, values = (x.t() for x in torch.randn(2, 64, 4))
-    mask = torch.ones(4, 64, dtype=torch.bool)
-    expected = gae(rewards.contiguous(), values.contiguous(), mask)
-    assert_close(gae(rewards, values, mask), expected)
-    assert_close(returns_to_go(rewards, mask), returns_to_go(rewards.contiguous(), mask))
+@pytest.mark.parametrize("kind", ["full", "in front", "holes"])
+def test_the_memory_layout_does_not_matter(kind):
+    rewards, values = (x.t() for x in torch.randn(2, 70, 6))
+    plain = masks_of(70)[kind]
+    expected = gae(rewards.contiguous(), values.contiguous(), plain)
+    for mask in (plain, plain.t().contiguous().t()):
+        assert_close(gae(rewards, values, mask), expected)
+        assert_close(returns_to_go(rewards, mask), returns_to_go(rewards.contiguous(), plain))
 
 
 def test_mixed_dtypes_are_computed_in_the_widest():
@@ -105,13 +163,14 @@ def test_mixed_dtypes_are_computed_in_the_widest():
     assert advantages.dtype == returns.dtype == torch.float64
 
 
-def test_inputs_are_not_edited():
-    rewards, values, mask = *torch.randn(2, 4, 33), torch.ones(4, 33, dtype=torch.bool)
-    copies = rewards.clone(), values.clone()
+@pytest.mark.parametrize("kind", ["full", "in front", "holes"])
+def test_inputs_are_not_edited(kind):
+    rewards, values, mask = *torch.randn(2, 6, 80), masks_of(80)[kind]
+    copies = rewards.clone(), values.clone(), mask.clone()
     gae(rewards, values, mask)
     returns_to_go(rewards, mask)
-    assert torch.equal(rewards, copies[0])
-    assert torch.equal(values, copies[1])
+    for x, kept in zip((rewards, values, mask), copies, strict=True):
+        assert torch.equal(x, kept)
 
 
 def test_values_that_carry_a_gradient_are_data():

@@ -1,4 +1,5 @@
 from dataclasses import replace
+from fractions import Fraction
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from helpers import assert_close, make_batch, prefix_mask, tensor
 from klamp.errors import ConfigError, DataError
 from klamp.objective.groups import (
     Difficulty,
+    centred_in_groups,
     group_moments,
     grouped,
     leave_one_out_by_rank,
@@ -36,6 +38,71 @@ def test_ids_are_arbitrary_and_groups_ragged():
     groups = grouped(torch.tensor([900, -4, 900, 7, 900, -4]))
     assert groups.of_row.tolist() == [2, 0, 2, 1, 2, 0]
     assert groups.sizes.tolist() == [2, 1, 3]
+
+
+LAST = torch.iinfo(torch.int64).max
+IDS = {
+    "dense": [3, 0, 2, 2, 1, 0],
+    "dense, not from 0": [103, 100, 102, 102, 101, 100],
+    "with gaps": [9, 0, 5, 5, 2, 9],
+    "one too far apart to count": [24, 0, 5, 5, 2, 9],
+    "the last that is counted": [23, 0, 5, 5, 2, 9],
+    "negative": [-1, -3, 0, -3, 2, -1],
+    "huge": [10**15, 7, 10**15, -(10**15), 7, 8],
+    "at both ends": [LAST, -LAST - 1, 0, LAST, -LAST - 1, -1],
+    "at the upper end": [LAST, LAST - 2, LAST - 1, LAST, LAST - 2, LAST - 5],
+    "at the lower end": [-LAST - 1, -LAST, -LAST - 1, 5 - LAST, -LAST, -LAST],
+    "one group": [-8] * 6,
+    "one row": [LAST],
+    "none": [],
+}
+
+
+@pytest.mark.parametrize("ids", IDS.values(), ids=IDS)
+def test_groups_are_numbered_in_the_order_of_their_ids(ids):
+    """By counting or by sorting: what unique gives."""
+    fitting = max(map(abs, ids), default=0) < 2**31
+    for dtype in (torch.int64, torch.int32) if fitting else (torch.int64,):
+        given = torch.tensor(ids, dtype=dtype)
+        _, of_row, sizes = given.unique(return_inverse=True, return_counts=True)
+        found = grouped(given)
+        assert torch.equal(found.of_row, of_row)
+        assert torch.equal(found.sizes, sizes)
+        assert found.of_row.dtype == found.sizes.dtype == torch.int64
+        assert given.tolist() == ids
+
+
+@pytest.mark.parametrize("spread", [1, 3, 5, 10**12])
+def test_many_groups_are_numbered_like_few(spread):
+    ids = spread * torch.randint(-300, 300, (1000,))
+    _, of_row, sizes = ids.unique(return_inverse=True, return_counts=True)
+    assert torch.equal(grouped(ids).of_row, of_row)
+    assert torch.equal(grouped(ids).sizes, sizes)
+
+
+@pytest.mark.parametrize("offset", [0.0, 1e4, -1e6, 1e9])
+@pytest.mark.parametrize("missing", [False, True])
+def test_groups_are_exact_however_far_from_zero_they_are(offset, missing):
+    """To 1e-6 of what exact fractions give; float32 sums of raw squares are off by all of it."""
+    ids = torch.randint(0, 40, (400,))
+    scores = (offset * (1 + ids % 3) + 0.01 * torch.randn(400, dtype=torch.float64)).float()
+    scores[::7] = NAN if missing else scores[::7]
+    m, centred = centred_in_groups(scores, grouped(ids))
+    known = [[Fraction(s) for s in scores[ids == i].tolist() if s == s] for i in ids.unique()]
+    for group, count, mean, m2 in zip(known, m.count, m.mean, m.m2, strict=True):
+        centre = sum(group) / len(group)
+        assert count == len(group)
+        assert abs(Fraction(mean.item()) - centre) <= 1e-15 * abs(centre) + 1e-15
+        assert m2.item() == pytest.approx(float(sum((x - centre) ** 2 for x in group)), rel=1e-6)
+    for score, i, found in zip(scores.tolist(), grouped(ids).of_row, centred, strict=True):
+        wanted = score - float(sum(known[i]) / len(known[i]))
+        assert found.item() == pytest.approx(wanted, rel=1e-6, abs=1e-7, nan_ok=True)
+
+
+def test_infinite_scores_stay_in_their_group():
+    scores = torch.tensor([1.0, 3.0, float("inf"), 2.0], dtype=torch.float64)
+    m = group_moments(scores, grouped(torch.tensor([0, 0, 1, 1])))
+    assert (m.count.tolist(), m.mean.tolist(), m.m2[0]) == ([2, 2], [2, float("inf")], 2)
 
 
 def test_group_moments_by_hand():
@@ -85,6 +152,9 @@ def test_a_group_of_one_is_refused_by_group_and_row():
     message = r"Stage needs at least 2 .* got group 8 \(row 2\) with 1: .* group_of_one=\"zero\""
     with pytest.raises(DataError, match=message):
         refuse_groups_of_one(torch.tensor([3, 3, 8]), "Stage")
+    ids = torch.tensor([3, 3, 8])
+    with pytest.raises(DataError, match=message):
+        refuse_groups_of_one(ids, "Stage", grouped(ids))
 
 
 def test_difficulty_keeps_means_strictly_between_its_bounds():

@@ -7,7 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from helpers import assert_close
-from klamp.objective.moments import Moments, moments, plain, segment_moments, wide
+from klamp.objective.moments import (
+    Moments,
+    centred_moments,
+    moments,
+    plain,
+    segment_moments,
+    wide,
+)
 
 NAN = float("nan")
 
@@ -111,6 +118,52 @@ def test_segments_are_independent_and_may_be_empty():
     m = segment_moments(x, ~x.isnan(), segment, 3)
     assert m.each() == [Moments(2, 2, 2), Moments(0, 0, 0), Moments(2, 20, 200)]
     assert_close(m.std(), torch.tensor([2**0.5, 0.0, 200**0.5], dtype=torch.float64))
+
+
+def test_each_value_less_the_mean_of_its_segment():
+    x = torch.tensor([1.0, 10.0, 3.0, NAN, 30.0])
+    segment = torch.tensor([0, 2, 0, 2, 2])
+    m, centred = centred_moments(x, ~x.isnan(), segment, 3)
+    assert m.each() == segment_moments(x, ~x.isnan(), segment, 3).each()
+    expected = torch.tensor([-1.0, -10.0, 1.0, NAN, 10.0], dtype=torch.float64)
+    assert_close(centred, expected, equal_nan=True)
+
+
+@pytest.mark.parametrize("junk", [NAN, float("inf"), -1e300])
+def test_what_is_not_valid_reaches_no_segment(junk):
+    x, segment = torch.randn(9, dtype=torch.float64), torch.arange(9) % 3
+    valid = torch.arange(9) != 8  # in the last segment, next to where it is put aside
+    found = segment_moments(x.where(valid, junk), valid, segment, 3)
+    assert found.each() == segment_moments(x[:8], valid[:8], segment[:8], 3).each()
+    none = segment_moments(x[:2] * junk, torch.zeros(2).bool(), segment[:2], 3)
+    assert none.each() == [Moments()] * 3
+
+
+def test_known_sizes_are_what_is_counted_where_all_is_valid():
+    x, segment, sizes = torch.tensor([1.0, 3.0, 5.0]), torch.tensor([1, 0, 1]), torch.tensor([1, 2])
+    m, _ = centred_moments(x, None, segment, 2, sizes=sizes)
+    assert m.each() == [Moments(1, 3, 0), Moments(2, 3, 8)]
+    m, _ = centred_moments(x, torch.tensor([True, True, False]), segment, 2, sizes=sizes)
+    assert m.each() == [Moments(1, 3, 0), Moments(1, 1, 0)]
+    assert centred_moments(x, None, segment, 2)[0].each() == [Moments(1, 3, 0), Moments(2, 3, 8)]
+
+
+def test_workers_meet_twice():
+    """Counts and sums in one message, squares in another, each as long as the segments are many."""
+
+    class Counting:
+        shapes = ()
+
+        def sum(self, x):
+            self.shapes += (tuple(x.shape),)
+            assert not x.isnan().any()
+            return x
+
+        max = sum
+
+    workers, x = Counting(), torch.tensor([1.0, NAN, 3.0])
+    segment_moments(x, ~x.isnan(), torch.tensor([0, 1, 3]), 4, workers)
+    assert workers.shapes == ((2, 4), (4,))
 
 
 def test_equal_values_are_flat_whatever_rounding_makes_of_their_mean():

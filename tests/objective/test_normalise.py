@@ -1,4 +1,5 @@
 import math
+from fractions import Fraction
 from itertools import product
 from statistics import mean, pstdev, stdev
 
@@ -87,6 +88,18 @@ def test_equal_scores_are_worth_exactly_nothing(level):
         for std in (None, level):
             stage = NormaliseScores(mean=level, std=std, eps=1e-300, no_spread="divide")
             assert run(stage, [value] * 7, [0] * 7)[0].tolist() == [0.0] * 7
+
+
+def test_close_scores_far_from_zero_are_told_apart():
+    """10,000 ± 0.01 in float32, where sums of raw squares leave nothing; to 1e-6 by fractions."""
+    ids = torch.randint(0, 30, (300,)) * 10**6
+    scores = (1e4 + 0.01 * torch.randn(300)).tolist()
+    found, _ = run(NormaliseScores(), scores, ids.tolist())
+    for score, group, z in zip(scores, ids.tolist(), found.tolist(), strict=True):
+        others = [Fraction(s) for s, g in zip(scores, ids.tolist(), strict=True) if g == group]
+        centre = sum(others) / len(others)
+        spread = (sum((s - centre) ** 2 for s in others) / (len(others) - 1)) ** 0.5
+        assert z == pytest.approx(float(score - centre) / (spread + 1e-6), abs=1e-6)
 
 
 def test_only_the_flat_group_is_flat():

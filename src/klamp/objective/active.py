@@ -9,44 +9,84 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from klamp.objective.scan import Scratch, whole
 from klamp.types import PerSequence, PerToken, TokenMask
+
+INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""The integers as wide as a float of so many bytes."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Which column each token goes to when its row's active tokens move to the front."""
+    """Where each row's active tokens are, and how to bring them together. No gradient passes."""
 
-    mask: TokenMask
-    column: Tensor | None
-    """The rank among the active tokens, or the width where inactive; None: all are in front."""
-    full: bool = False
-    """Every token is active, so there is nothing to move or to zero."""
+    scratch: Scratch
+    bits: Tensor | None = None
+    """−1 where active, 0 elsewhere. None: every token is active."""
+    column: Tensor | None = None
+    """How many of the row's tokens up to here are active. None: these are all in front."""
+
+    @property
+    def full(self) -> bool:
+        """Every token is active, so there is nothing to move or to zero."""
+        return self.bits is None
+
+    def zeroed(self, x: PerToken, out: PerToken | None = None) -> PerToken:
+        """x where active, 0 elsewhere, whatever stands there; in scratch memory without an out.
+
+        Where every token is active: x itself.
+        """
+        if self.bits is None:
+            return x
+        out = self.scratch.take("zeroed", x, x.shape[1]) if out is None else out
+        # Bit by bit: where() branches at every token, and with holes the processor guesses wrong.
+        integer = INTEGERS[x.element_size()]
+        torch.bitwise_and(x.view(integer), self.bits, out=out.view(integer))
+        return out
+
+    def packed(self, zeroed: PerToken) -> Tensor:
+        """The k-th active value of each row in column k, zeros elsewhere, in scratch memory.
+
+        Where they are in front already: the given itself, from column 0 on.
+        """
+        if self.column is None:
+            return zeroed
+        # One column before the first token, and one after the last, which has one ahead of it too.
+        packed = self.scratch.take("packed", zeroed, whole(zeroed.shape[1] + 2)).zero_()
+        # Added, so that the zero of an inactive token takes nothing from the active one before it.
+        return packed.scatter_add_(1, self.column, zeroed)
+
+    def spread(self, packed: Tensor, out: PerToken, *, ahead: int = 0) -> PerToken:
+        """At each active token its own packed value, or that of one ahead; elsewhere anything."""
+        assert self.column is not None
+        return torch.gather(packed[:, ahead:], 1, self.column, out=out)
 
     def compact(self, x: PerToken) -> PerToken:
         """Each row's active values moved to its front, zeros after them. May be x itself."""
-        if self.full:
-            return x
-        if self.column is None:
-            return torch.where(self.mask, x, 0.0)
-        rows, width = x.shape
-        return x.new_zeros(rows, width + 1).scatter_(1, self.column, x)[:, :width].contiguous()
+        packed = self.packed(self.zeroed(x, out=torch.empty_like(x)))
+        return packed if self.column is None else packed[:, 1 : x.shape[1] + 1].clone()
 
     def expand(self, x: PerToken) -> PerToken:
         """The inverse of ``compact``, for an x that is zero past a row's active tokens."""
         if self.column is None:
             return x
-        return torch.nn.functional.pad(x, (0, 1)).gather(1, self.column)
+        spread = self.spread(torch.nn.functional.pad(x, (1, 0)), torch.empty_like(x))
+        return self.zeroed(spread, out=spread)
 
 
-def layout(mask: TokenMask) -> Layout:
-    """The layout of a mask (one host sync)."""
-    # Bytes, since max over them is ten times faster than any() over bools.
-    bytes_ = mask.view(torch.uint8)
+def layout(mask: TokenMask, scratch: Scratch | None = None) -> Layout:
+    """The layout of a mask (one host sync where it is full, else two)."""
+    scratch = Scratch() if scratch is None else scratch
+    # Bytes, since min and max over them are ten times faster than all() and any() over bools.
+    bytes_, width = mask.view(torch.uint8), mask.shape[1]
+    if not mask.numel() or int(bytes_.min()):
+        return Layout(scratch)
+    bits = scratch.take("bits", mask, width, torch.int32).copy_(mask.view(torch.int8)).neg_()
     late = bytes_[:, 1:] > bytes_[:, :-1]  # an active token after an inactive one
     if not late.numel() or not int(late.view(torch.uint8).max()):
-        return Layout(mask, None, full=mask.numel() == 0 or bool(bytes_.min()))
-    rank = mask.cumsum(dim=1, dtype=torch.int32) - 1
-    return Layout(mask, torch.where(mask, rank, mask.shape[1]).long())
+        return Layout(scratch, bits)
+    column = scratch.take("column", mask, width, torch.int64)
+    return Layout(scratch, bits, torch.cumsum(mask, dim=1, out=column))
 
 
 def later(x: PerToken, mask: TokenMask) -> PerToken:

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from klamp.errors import DataError
-from klamp.objective.active import layout
+from klamp.objective.active import Layout, layout
 from klamp.objective.metrics import Metric, mean_of
 from klamp.objective.moments import moments
-from klamp.objective.scan import discounted_sums, row_chunks
+from klamp.objective.scan import Scratch, discounted_sums, row_chunks
 from klamp.objective.settings import require_choice, require_kind, require_number
 from klamp.types import ALONE, PerToken, Scalar, TokenMask, Workers
 
@@ -26,14 +27,16 @@ LARGEST_REWARD = 1e30
 
 def returns_to_go(rewards: PerToken, mask: TokenMask, *, gamma: float = 1.0) -> PerToken:
     """Gₜ = rₜ + γ Gₜ₊₁ over active tokens; 0 elsewhere."""
-    rewards = rewards.detach()
+    rewards, scratch = rewards.detach(), Scratch()
     out = rewards.new_empty(rewards.shape)
     for rows in row_chunks(rewards):
-        active = layout(mask[rows])
+        active, r, to = layout(mask[rows], scratch), rewards[rows], out[rows]
         if active.column is None:
-            discounted_sums(active.compact(rewards[rows]), gamma, out=out[rows])
+            discounted_sums(active.zeroed(r), gamma, out=to, overwrite=not active.full)
         else:
-            out[rows] = active.expand(discounted_sums(active.compact(rewards[rows]), gamma))
+            packed = active.packed(active.zeroed(r, out=to))
+            sums = discounted_sums(packed, gamma, overwrite=True)
+            active.zeroed(active.spread(sums, to), out=to)
     return out
 
 
@@ -45,7 +48,7 @@ def gae(
     gamma: float = 1.0,
     lam: float = 0.95,
 ) -> tuple[PerToken, PerToken]:
-    """Aₜ = δₜ + γλ Aₜ₊₁ with δₜ = rₜ + γ Vₜ₊₁ − Vₜ, and the returns A + V, over active tokens.
+    """Aₜ = δₜ + γλ Aₜ₊₁ with δₜ = rₜ + γ Vₜ₊₁ − Vₜ, and the returns R = A + V, over active tokens.
 
     Reference: Schulman et al. 2015, https://arxiv.org/abs/1506.02438.
     """
@@ -53,19 +56,40 @@ def gae(
     rewards, values = rewards.detach().to(dtype), values.detach().to(dtype)
     # One allocation: two of this size, freed together, are handed back to the system each time.
     advantages, returns = rewards.new_empty(2, *rewards.shape).unbind()
+    scratch = Scratch()
     for rows in row_chunks(rewards):
-        active = layout(mask[rows])
-        v = active.compact(values[rows])
-        delta = active.compact(rewards[rows]) - v
-        delta[:, :-1].add_(v[:, 1:], alpha=gamma)
-        if active.column is None:
-            sums = discounted_sums(delta, gamma * lam, out=advantages[rows])
-            torch.add(sums, v, out=returns[rows])
-        else:
-            sums = discounted_sums(delta, gamma * lam)
-            advantages[rows] = active.expand(sums)
-            returns[rows] = active.expand(sums + v)
+        active = layout(mask[rows], scratch)
+        estimate = _in_front if active.column is None else _with_holes
+        estimate(active, rewards[rows], values[rows], gamma, lam, advantages[rows], returns[rows])
     return advantages, returns
+
+
+def _in_front(
+    active: Layout, r: Tensor, v: Tensor, gamma: float, lam: float, a_out: Tensor, r_out: Tensor
+) -> None:
+    """Rₜ = xₜ + γλ Rₜ₊₁ with xₜ = rₜ + γ(1 − λ) Vₜ₊₁, and A = R − V."""
+    r, v = active.zeroed(r, out=a_out), active.zeroed(v)
+    torch.add(r[:, :-1], v[:, 1:], alpha=gamma * (1.0 - lam), out=a_out[:, :-1])
+    a_out[:, -1:] = r[:, -1:]
+    discounted_sums(a_out, gamma * lam, out=r_out, overwrite=True)
+    torch.sub(r_out, v, out=a_out)
+
+
+def _with_holes(
+    active: Layout, r: Tensor, v: Tensor, gamma: float, lam: float, a_out: Tensor, r_out: Tensor
+) -> None:
+    """Rₜ = rₜ + γ Qₜ₊₁ with Qₜ = λ rₜ + (1 − λ) Vₜ + γλ Qₜ₊₁, and A = R − V.
+
+    The same as in front, with one tensor to move to its neighbours in place of two.
+    """
+    mixed = active.zeroed(torch.lerp(v, r, lam, out=a_out), out=a_out)
+    packed = active.packed(mixed)
+    sums = active.scratch.take("sums", packed, packed.shape[1])
+    discounted_sums(packed, gamma * lam, out=sums, overwrite=True)
+    torch.add(r, active.spread(sums, r_out, ahead=1), alpha=gamma, out=r_out)
+    torch.sub(r_out, v, out=a_out)
+    active.zeroed(r_out, out=r_out)
+    active.zeroed(a_out, out=a_out)
 
 
 @dataclass(frozen=True, kw_only=True)

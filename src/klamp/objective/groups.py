@@ -12,7 +12,7 @@ from torch import Tensor
 
 from klamp.errors import ConfigError, DataError
 from klamp.objective.metrics import Metric, count_of, mean_of
-from klamp.objective.moments import SegmentMoments, segment_moments, wide
+from klamp.objective.moments import SegmentMoments, centred_moments, wide
 from klamp.objective.settings import require_choice, require_kind, require_number
 from klamp.types import (
     ALONE,
@@ -25,6 +25,9 @@ from klamp.types import (
     Workers,
 )
 
+WIDEST = 4
+"""Ids spread over up to so many numbers per row are counted in a table, others are sorted."""
+
 
 class Groups(NamedTuple):
     """Which group each row belongs to, numbered from 0, and how many rows each has."""
@@ -34,14 +37,31 @@ class Groups(NamedTuple):
 
 
 def grouped(groups: GroupIds) -> Groups:
-    """Ids to consecutive numbers."""
-    _, of_row, sizes = groups.unique(return_inverse=True, return_counts=True)
-    return Groups(of_row, sizes)
+    """Ids to consecutive numbers, in the order of the ids."""
+    low, high = torch.stack(torch.aminmax(groups)).tolist() if len(groups) else (0, 0)
+    if high - low >= WIDEST * len(groups):
+        _, of_row, sizes = groups.unique(return_inverse=True, return_counts=True)
+        return Groups(of_row, sizes)
+    # Ids that are close together need no sorting: they are counted, and the gaps closed.
+    of_row = groups.long() - low if low else groups.long()
+    sizes = torch.bincount(of_row)
+    if int(sizes.min()):
+        return Groups(of_row, sizes)
+    there = sizes > 0
+    return Groups((there.cumsum(0) - 1).index_select(0, of_row), sizes[there])
 
 
 def group_moments(scores: PerSequence, groups: Groups) -> SegmentMoments:
     """Count, mean and squared deviations of each group's scores; NaN is no score."""
-    return segment_moments(scores, ~scores.isnan(), groups.of_row, len(groups.sizes))
+    return centred_in_groups(scores, groups)[0]
+
+
+def centred_in_groups(scores: PerSequence, groups: Groups) -> tuple[SegmentMoments, PerSequence]:
+    """``group_moments``, and each score less the mean of its group."""
+    of_row, sizes = groups
+    # One NaN makes the sum NaN: cheaper than to look at each, in a batch that has none.
+    valid = None if scores.sum().isfinite() else ~scores.isnan()
+    return centred_moments(scores, valid, of_row, len(sizes), sizes=sizes)
 
 
 def leave_one_out_by_rank(x: PerToken, groups: GroupIds, workers: Workers = ALONE) -> PerToken:
@@ -62,12 +82,12 @@ def leave_one_out_by_rank(x: PerToken, groups: GroupIds, workers: Workers = ALON
     return torch.where(others > 0, siblings, rest).to(x)
 
 
-def refuse_groups_of_one(groups: GroupIds, stage: str) -> None:
+def refuse_groups_of_one(groups: GroupIds, stage: str, known: Groups | None = None) -> None:
     """A lone sample has no siblings to be compared with."""
-    of_row, sizes = grouped(groups)
-    alone = sizes[of_row] < 2
+    of_row, sizes = grouped(groups) if known is None else known
+    alone = sizes < 2
     if alone.any():
-        row = int(alone.nonzero()[0])
+        row = int(alone[of_row].nonzero()[0])
         raise DataError(
             f"{stage} needs at least 2 samples per group, got group {int(groups[row])} (row {row})"
             " with 1: its baseline would be the score itself. Raise samples_per_prompt, or set "

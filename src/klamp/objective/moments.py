@@ -65,16 +65,42 @@ def segment_moments(
     x: Tensor, valid: Tensor, segment: Tensor, n: int, workers: Workers = ALONE
 ) -> SegmentMoments:
     """The moments of the valid x of each of n segments, over all workers."""
+    return centred_moments(x, valid, segment, n, workers)[0]
+
+
+def centred_moments(
+    x: Tensor,
+    valid: Tensor | None,
+    segment: Tensor,
+    n: int,
+    workers: Workers = ALONE,
+    sizes: Tensor | None = None,
+) -> tuple[SegmentMoments, Tensor]:
+    """``segment_moments``, and each x less the mean of its segment.
+
+    Every x is valid where that is None; ``sizes`` are then what the segments count, if known.
+    """
     x = wide(x)
-    valid = valid.to(x.device)  # which is another one where x's own has no float64
-    x = torch.where(valid, x, 0.0)
-    ones = valid.to(x)
-    zeros = x.new_zeros(n, 2)
-    count, total = workers.sum(zeros.index_add(0, segment, torch.stack([ones, x], dim=1))).unbind(1)
+    segment = segment.to(x.device)  # which is another one where x's own has no float64
+    # What is not valid goes to a segment of its own, which nobody asks for.
+    place = segment if valid is None else torch.where(valid.to(x.device), segment, n)
+    if sizes is None or valid is not None:
+        sizes = torch.bincount(place, minlength=n + 1)[:n]
+    sums = workers.sum(torch.stack([sizes.to(x), _sums(x, place, n)]))
+    count, total = sums.unbind()
     mean = total / count.clamp(min=1.0)
-    centred = torch.where(valid, x - mean[segment], 0.0)
-    m2 = workers.sum(zeros[:, 0].index_add(0, segment, centred.square()))
-    return SegmentMoments(count, mean, m2)
+    centred = mean.index_select(0, segment)
+    torch.sub(x, centred, out=centred)
+    m2 = workers.sum(_sums(centred.square(), place, n))
+    return SegmentMoments(count, mean, m2), centred
+
+
+def _sums(x: Tensor, place: Tensor, n: int) -> Tensor:
+    """∑ x at each of the first n places."""
+    zeros = x.new_zeros(n + 1)
+    # Both are a plain loop on a CPU, of which scatter's is the shorter.
+    on_cpu = x.device.type == "cpu"
+    return (zeros.scatter_add_(0, place, x) if on_cpu else zeros.index_add_(0, place, x))[:n]
 
 
 def moments(x: Tensor, valid: Tensor, workers: Workers = ALONE) -> SegmentMoments:

@@ -7,8 +7,19 @@ import torch
 from torch import Tensor
 
 from klamp.errors import ConfigError
-from klamp.objective.groups import group_moments, grouped, refuse_groups_of_one
-from klamp.objective.moments import Moments, SegmentMoments, moments, plain, segment_moments
+from klamp.objective.groups import (
+    Groups,
+    centred_in_groups,
+    grouped,
+    refuse_groups_of_one,
+)
+from klamp.objective.moments import (
+    Moments,
+    SegmentMoments,
+    moments,
+    plain,
+    segment_moments,
+)
 from klamp.objective.settings import require_choice, require_number
 from klamp.objective.stage import Staged
 from klamp.types import ALONE, Batch, PerSequence, Workers
@@ -57,41 +68,35 @@ class NormaliseScores:
         self, scores: PerSequence, batch: Batch, memory: Running, workers: Workers = ALONE
     ) -> Staged:
         """Normalised scores, and the running moments that include this batch."""
-        levels = {level for level in (self.mean, self.std) if level is not None}
-        if "group" in levels and self.group_of_one == "refuse":
-            refuse_groups_of_one(
-                batch.groups, f"NormaliseScores(mean={self.mean!r}, std={self.std!r})"
-            )
+        levels = sorted({level for level in (self.mean, self.std) if level is not None})
+        groups = grouped(batch.groups) if "group" in levels else None
+        if groups is not None and self.group_of_one == "refuse":
+            stage = f"NormaliseScores(mean={self.mean!r}, std={self.std!r})"
+            refuse_groups_of_one(batch.groups, stage, groups)
         if "running" in levels:
             memory = updated(memory, scores, batch.domains, workers)
-        rows = {
-            level: self._rows(level, scores, batch, memory, workers) for level in sorted(levels)
+        by = {
+            level: statistics_of(level, scores, batch, groups, memory, workers) for level in levels
         }
         if self.mean is not None:
-            by = rows[self.mean]
-            scores = torch.where(by.flat, 0.0 * scores, scores - by.mean)
-        if self.std is not None:
-            scores = self._scaled(scores, rows[self.std])
-        if "group" in levels:
-            groups = grouped(batch.groups)
-            scores = torch.where(groups.sizes[groups.of_row] < 2, 0.0 * scores, scores)
+            scores = by[self.mean].centred(scores)
+        for level in levels:
+            scores = by[level].weighted(scores, self._weight(level, by[level].each, groups))
         return Staged(scores, memory)
 
-    def _scaled(self, scores: PerSequence, by: "RowStatistics") -> PerSequence:
-        if self.no_spread == "divide":
-            return scores / (by.std + self.eps)
-        flat = scores if self.no_spread == "unscaled" else 0.0 * scores
-        return torch.where(by.flat, flat, scores / (by.std + self.eps).clamp(min=1e-300))
-
-    def _rows(
-        self, level: str, scores: PerSequence, batch: Batch, memory: Running, workers: Workers
-    ) -> "RowStatistics":
-        if level == "batch":
-            return row_statistics(moments(scores, ~scores.isnan(), workers), None, self.ddof)
-        if level == "group":
-            groups = grouped(batch.groups)
-            return row_statistics(group_moments(scores, groups), groups.of_row, self.ddof)
-        return running_statistics(memory, scores, batch.domains, self.ddof)
+    def _weight(self, level: str, m: SegmentMoments, groups: Groups | None) -> Tensor:
+        """What the scores of each segment are multiplied with, for what is taken from them."""
+        weight = torch.ones_like(m.mean)
+        if level == self.std:
+            weight = (m.std(self.ddof) + self.eps).clamp(min=1e-300).reciprocal()
+            if self.no_spread == "unscaled":
+                weight = torch.where(m.flat(), 1.0, weight)
+        nothing = torch.zeros_like(weight, dtype=torch.bool)
+        if level == self.mean or self.no_spread == "zero":
+            nothing |= m.flat()
+        if groups is not None and level == "group":
+            nothing |= groups.sizes < 2
+        return torch.where(nothing, 0.0, weight)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,27 +130,53 @@ class ScaleScores:
             return Staged(scores / self.std, memory)
         if self.by == "running":
             memory = updated(memory, scores, batch.domains, workers)
-            by = running_statistics(memory, scores, batch.domains, ddof=1)
+            by = running_statistics(memory, scores, batch.domains)
         else:
             first = moments(scores, ~scores.isnan(), workers)
             if not memory and not first.flat():  # without spread, the reference is yet to come
                 memory = ((0, plain(first)),)
-            by = running_statistics(memory, scores, None, ddof=1)
-        return Staged(torch.where(by.flat, scores, scores / by.std.clamp(min=1e-300)), memory)
+            by = running_statistics(memory, scores, None)
+        scaled = scores / by.rows(by.each.std()).clamp(min=1e-300)
+        return Staged(torch.where(by.rows(by.each.flat()), scores, scaled), memory)
 
 
-class RowStatistics(NamedTuple):
-    """The mean and std that apply to each row, and where there is no spread."""
+class Statistics(NamedTuple):
+    """Moments of each segment of the rows: all of them, the groups, or the domains."""
 
-    mean: Tensor
-    std: Tensor
-    flat: Tensor
+    each: SegmentMoments
+    of_row: Tensor | None = None
+    """Which segment a row belongs to. None: there is one."""
+    less_mean: PerSequence | None = None
+    """Scores less the mean of their segment, where that was made on the way."""
+
+    def rows(self, x: Tensor) -> Tensor:
+        """Something that each segment has, for its rows."""
+        return x if self.of_row is None else x.index_select(0, self.of_row)
+
+    def weighted(self, scores: PerSequence, weight: Tensor) -> PerSequence:
+        """The scores times the weight of their segment."""
+        return scores * weight if self.of_row is None else self.rows(weight).mul_(scores)
+
+    def centred(self, scores: PerSequence) -> PerSequence:
+        """The scores less the mean of their segment."""
+        return scores - self.rows(self.each.mean) if self.less_mean is None else self.less_mean
 
 
-def row_statistics(m: SegmentMoments, of_row: Tensor | None, ddof: int) -> RowStatistics:
-    """Statistics per segment, spread out to its rows (to all of them where there is one)."""
-    each = RowStatistics(m.mean, m.std(ddof), m.flat())
-    return each if of_row is None else RowStatistics(*(x[of_row] for x in each))
+def statistics_of(
+    level: str,
+    scores: PerSequence,
+    batch: Batch,
+    groups: Groups | None,
+    memory: Running,
+    workers: Workers,
+) -> Statistics:
+    """The moments that a level stands for."""
+    if level == "running":
+        return running_statistics(memory, scores, batch.domains)
+    if groups is None or level == "batch":
+        return Statistics(moments(scores, ~scores.isnan(), workers))
+    each, less_mean = centred_in_groups(scores, groups)
+    return Statistics(each, groups.of_row, less_mean)
 
 
 def updated(
@@ -164,9 +195,7 @@ def updated(
     return tuple(sorted(merged.items()))
 
 
-def running_statistics(
-    memory: Running, scores: PerSequence, domains: Tensor | None, ddof: int
-) -> RowStatistics:
+def running_statistics(memory: Running, scores: PerSequence, domains: Tensor | None) -> Statistics:
     """The running moments of each row's domain."""
     here = _domains(scores, domains)
     known = {**{int(d): Moments() for d in here.unique()}, **dict(memory)}
@@ -175,7 +204,7 @@ def running_statistics(
         -1, 3
     )
     segment = torch.searchsorted(scores.new_tensor(ids, dtype=torch.long), here)
-    return row_statistics(SegmentMoments(*rows.unbind(1)), segment, ddof)
+    return Statistics(SegmentMoments(*rows.unbind(1)), segment)
 
 
 def all_ids(ids: Tensor, workers: Workers) -> list[int]:
