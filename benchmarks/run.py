@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.timing import Line, Result, table
 
-SUBJECTS = ("gae",)
+SUBJECTS = (*("objective", "gae", "groups", "head", "exact_kl", "step", "growth", "startup"),)
 PACKAGES = ("torch", "transformers", "trl", "liger-kernel", "numpy")
 
 

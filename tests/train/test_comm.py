@@ -10,6 +10,7 @@ from trainer_processes import ranks
 from helpers import assert_close
 from klamp.train import launch
 from klamp.train.comm import Comm, OneProcess
+from klamp.train.states import head_of
 from klamp.types import Workers
 
 FILES = {"grpo": None, "ppo": CONFIGS / "ppo.yaml", "roll": CONFIGS / "roll.yaml"}
@@ -92,8 +93,7 @@ def test_an_update_by_two_processes_is_that_of_one_on_all_rows(two_processes, tm
 
 def constant_nan(module, args, out):
     """Log-probs that are not numbers, and have no gradient."""
-    out.logits = out.logits.index_fill(1, torch.tensor([2]), torch.nan)
-    return out
+    return out.index_fill(1, torch.tensor([2]), torch.nan)
 
 
 def poisoned(rank, place, what):
@@ -103,7 +103,7 @@ def poisoned(rank, place, what):
         run = tiny_run(place, comm=comm)
         samples, batch, targets, _ = one_batch(run)
         if rank == 1 and what == "loss":
-            run.models.policy.register_forward_hook(constant_nan)
+            head_of(run.models.policy).register_forward_hook(constant_nan)
         if rank == 1 and what == "gradient":
             last = list(run.models.policy.parameters())[-1]
             last.register_hook(lambda g: torch.full_like(g, torch.inf))

@@ -21,7 +21,8 @@ from klamp.errors import ConfigError
 from klamp.objective.kl import KLTerm
 from klamp.objective.losses import ValueLoss
 from klamp.objective.objective import Objective
-from klamp.train.models import attention, autocast_of, device_of, forward, values_of
+from klamp.train.models import autocast_of, device_of, forward, values_of
+from klamp.train.states import attention
 
 KINDS = ["builtin", "gpt2", "qwen2", "gemma"]
 ROWS = range(len(PROMPTS))

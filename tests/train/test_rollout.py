@@ -15,6 +15,7 @@ from klamp.train import rollout
 from klamp.train.models import forward, values_of
 from klamp.train.rollout import Observed
 from klamp.train.sampler import Decoding
+from klamp.train.states import head_of
 from klamp.train.tasks.task import Example
 
 EXAMPLES = tuple(Example(prompt=p) for p in ("s394571=", "s21=", "r8123="))
@@ -187,3 +188,68 @@ def test_a_loss_of_the_exact_kl_takes_that_of_the_policy_as_it_now_is(tmp_path, 
     )
     assert problem is None
     assert metrics["actor/kl"] == pytest.approx(float(now), rel=1e-5)
+
+
+class Passes:
+    """How often a network's head is asked."""
+
+    def __init__(self, network):
+        self.count = 0
+        head_of(network).register_forward_pre_hook(self)
+
+    def __call__(self, module, args):
+        self.count += 1
+
+
+@pytest.mark.parametrize(
+    ("objective", "settings", "asked"),
+    [
+        (Objective(), {}, False),
+        (Objective(kl=KLTerm()), {}, False),
+        (Objective(value_loss=ValueLoss()), {"value": "own"}, False),
+        (Objective(value_loss=ValueLoss()), {"value": "shared"}, True),
+        (Objective(kl=KLTerm(estimator="exact")), {}, True),
+    ],
+    ids=["nothing", "a KL", "values of its own", "shared values", "exact KL"],
+)
+def test_the_policy_is_asked_again_only_where_more_than_log_probs_is_needed(
+    objective, settings, asked
+):
+    models = precise(load(objective, **settings))
+    made = rollout.sample(models, EXAMPLES, HOW, samples_per_prompt=3)
+    how = {"temperature": 1.0, "micro_tokens": 10_000}
+    plain = rollout.observe(models, objective, made.tokens, **how)
+    passes = Passes(models.policy)
+    found = rollout.observe(models, objective, made.tokens, **how, known=made.sampler_logprobs)
+    assert (passes.count > 0) == asked
+    mask = made.tokens.mask
+    for name, x in vars(plain).items():
+        if x is None:
+            assert getattr(found, name) is None
+        else:
+            assert_close(getattr(found, name)[mask], x[mask], msg=name)
+    assert (found.old_logprobs is made.sampler_logprobs) == (not asked)
+
+
+@pytest.mark.parametrize(
+    ("decoding", "precision", "wanted"),
+    [
+        ({}, "float32", True),
+        ({"temperature": 0.7}, "float32", True),
+        ({"top_p": 1.0}, "float32", True),
+        ({"top_p": 0.9}, "float32", False),
+        ({"top_k": 5}, "float32", False),
+        ({"greedy": True}, "float32", False),
+        ({}, "bfloat16", False),
+    ],
+    ids=str,
+)
+def test_the_samplers_log_probs_are_taken_where_it_samples_what_is_trained(
+    decoding, precision, wanted
+):
+    models = load(precision=precision)
+    assert rollout.as_trained(models, Decoding(max_new_tokens=2, **decoding)) == wanted
+
+
+def test_samples_of_one_prompt_are_known_to_share_it(models, samples):
+    assert samples.tokens.groups.tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2]

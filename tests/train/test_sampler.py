@@ -6,12 +6,14 @@ from trainer_parts import load, model_directory, nudge, precise
 
 from helpers import assert_close
 from klamp.errors import NumericsError
-from klamp.train import sampler
+from klamp.train import reader, sampler
 from klamp.train.models import forward
-from klamp.train.sampler import Decoding, choose, generate, narrowed
+from klamp.train.sampler import Decoding, choose, drawn, generate, narrowed
+from klamp.train.states import head_of, trunk_of
 from klamp.train.tokens import Tokens, padded_left
 
 END, PAD = 1, 0
+NAN, INF = float("nan"), float("inf")
 LIMIT = 10
 
 
@@ -170,10 +172,10 @@ def test_dropping_rows_that_have_ended_does_not_touch_the_others(each, monkeypat
     assert_close(other.logprobs, usual.logprobs)
 
 
-def test_rows_that_have_ended_stop_costing(models):
-    seen = []
-    hook = models.policy.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append(len(kwargs["input_ids"])), with_kwargs=True
+def test_rows_that_have_ended_stop_costing(each):
+    models, seen = each, []
+    hook = head_of(models.policy).register_forward_pre_hook(
+        lambda module, args: seen.append(len(args[0]))
     )
     try:
         out, _ = generated(models, greedy=True)
@@ -181,8 +183,7 @@ def test_rows_that_have_ended_stop_costing(models):
         hook.remove()
     lengths = out.mask.sum(dim=1)
     going = [int((lengths > t).sum()) for t in range(int(lengths.max()))]
-    assert going[-1] < 0.5 * going[0]
-    assert seen[0] == going[0] and seen[-1] < going[0]
+    assert going[-1] < going[0] and seen[0] == going[0] and seen[-1] < going[0]
     assert all(
         rows * sampler.KEPT_FULL <= left <= rows for rows, left in zip(seen, going, strict=True)
     )
@@ -233,9 +234,10 @@ def test_samples_of_one_prompt_stand_beside_each_other(models):
     assert said(three) == [r for r in said(one) for _ in range(3)]
 
 
-def test_a_prompt_is_read_once_for_all_its_samples(models):
-    seen = []
-    hook = models.policy.register_forward_pre_hook(
+def test_a_prompt_is_read_once_for_all_its_samples(each, monkeypatch):
+    monkeypatch.setattr(reader, "fits", lambda trunk: False)
+    models, seen = each, []
+    hook = trunk_of(models.policy).register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(tuple(kwargs["input_ids"].shape)), with_kwargs=True
     )
     try:
@@ -243,6 +245,37 @@ def test_a_prompt_is_read_once_for_all_its_samples(models):
     finally:
         hook.remove()
     assert seen[:2] == [(2, 8), (10, 1)]
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_what_a_row_draws_does_not_depend_on_when_others_are_dropped(each, monkeypatch, share):
+    usual, _ = generated(each, samples=3, temperature=1.3)
+    monkeypatch.setattr(sampler, "KEPT_FULL", share)
+    other, _ = generated(each, samples=3, temperature=1.3)
+    assert said(other) == said(usual)
+    assert_close(other.logprobs, usual.logprobs)
+
+
+def test_looking_less_often_at_who_has_ended_changes_nothing(each, monkeypatch):
+    usual, _ = generated(each, samples=3)
+    monkeypatch.setattr(sampler, "LOOKS", {})
+    other, _ = generated(each, samples=3)
+    assert said(other) == said(usual)
+    assert torch.equal(other.truncated, usual.truncated)
+
+
+def test_what_was_sampled_can_be_learnt_from(models):
+    out, _ = generated(models)
+    assert not any(x.is_inference() for x in vars(out).values())
+
+
+@pytest.mark.parametrize("luck", [0.0, 1.0 - 2.0**-20])
+def test_at_the_ends_of_luck_only_tokens_that_can_be_are_drawn(luck):
+    logits = torch.tensor([[-INF, 0.3, 0.1, -INF], [-INF, -INF, 7.0, -INF]])
+    luck = torch.full((2,), luck, dtype=torch.float64)
+    tokens, logprobs = drawn(logits, Decoding(max_new_tokens=1), luck)
+    assert tokens.tolist() == ([1, 2] if luck[0] == 0 else [2, 2])
+    assert logprobs.isfinite().all()
 
 
 def test_prompts_of_unequal_length_are_answered_as_each_alone(each):
@@ -276,9 +309,6 @@ def test_weights_that_are_not_numbers_are_named(greedy):
         models.policy.model.norm.weight[3] = torch.nan
     with pytest.raises(NumericsError, match=r"logits are not finite in row 0 of the sampler"):
         generated(models, greedy=greedy)
-
-
-NAN, INF = float("nan"), float("inf")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -110,3 +111,20 @@ def test_three_rows_of_four_tokens_in_eights():
     whole = tokens((2, 2), (2, 2), (2, 2))
     parts = micro_batches(whole, torch.arange(3), 8)
     assert [p.tolist() for p in parts] == [[0, 1], [2]]
+
+
+def test_rows_of_one_prompt_stand_together_and_it_counts_once():
+    whole = replace(tokens(*[(4, 2)] * 6), groups=torch.tensor([7, 3, 7, 3, 3, 7]))
+    rows = torch.arange(6)
+    assert [p.tolist() for p in micro_batches(whole, rows, 10)] == [[1, 3, 4], [0, 2, 5]]
+    assert [p.tolist() for p in micro_batches(whole, rows, 9)] == [[1, 3], [4], [0, 2], [5]]
+    assert [p.tolist() for p in micro_batches(whole, rows, 20)] == [[1, 3, 4, 0, 2, 5]]
+    assert [p.tolist() for p in micro_batches(whole, rows[:3], 10)] == [[1], [0, 2]]
+
+
+def test_groups_go_with_their_rows():
+    whole = replace(tokens((2, 3), (2, 1), (1, 1)), groups=torch.tensor([4, 4, 9]))
+    assert whole.select(torch.tensor([2, 0])).groups.tolist() == [9, 4]
+    assert tokens((2, 3)).select(torch.tensor([0])).groups is None
+    moved = whole.to(torch.device("meta"))
+    assert all(x.device.type == "meta" for x in vars(moved).values())

@@ -11,7 +11,11 @@ from trainer_parts import CONFIGS, load, nudge, one_batch, precise, tiny_run, we
 from helpers import assert_close
 from klamp.objective.losses import ValueLoss
 from klamp.objective.objective import Objective
+from klamp.train import models as networks
+from klamp.train.models import forward
 from klamp.train.settings import OptimizerSettings
+from klamp.train.states import head_of
+from klamp.train.tokens import micro_batches
 from klamp.train.update import first_bad, optimizer_of, rate, summary, wide
 
 NAN = float("nan")
@@ -36,7 +40,7 @@ def make(tmp_path):
         precise(run.models)
         nudge(run.models.policy)
         if run.models.value is not None:
-            torch.nn.init.normal_(run.models.value.head.weight)
+            torch.nn.init.normal_(run.models.value.head.weight, std=0.1)
         found = one_batch(run)
         if moved:
             nudge(run.models.policy, 0.01)
@@ -82,7 +86,7 @@ def test_the_gradient_does_not_depend_on_how_rows_are_cut_into_passes(make, kind
         )
         steps = Steps(run.learner.optimizer)
         passes = []
-        run.models.policy.register_forward_pre_hook(lambda *_, seen=passes: seen.append(1))
+        head_of(run.models.policy).register_forward_pre_hook(lambda *_, seen=passes: seen.append(1))
         metrics, problem = run.learner.update(samples.tokens, batch, targets, everyone(batch))
         assert problem is None
         found.append(steps.gradients[0])
@@ -96,7 +100,7 @@ def test_the_gradient_does_not_depend_on_how_rows_are_cut_into_passes(make, kind
 
 
 @pytest.mark.parametrize(("epochs", "cuts"), [(1, 1), (1, 4), (2, 1), (3, 2), (1, 5)])
-def test_every_epoch_visits_every_row_once_in_so_many_steps(make, epochs, cuts):
+def test_every_epoch_visits_every_row_once_in_so_many_steps(make, monkeypatch, epochs, cuts):
     run, samples, batch, targets, _ = make()
     learner = settings_of(run, epochs=epochs, updates_per_epoch=cuts)
     steps, seen = Steps(learner.optimizer), []
@@ -105,12 +109,12 @@ def test_every_epoch_visits_every_row_once_in_so_many_steps(make, epochs, cuts):
     own = tokens.responses.clone()
     own[:, 0] = torch.arange(len(own))
     tokens = replace(tokens, responses=own)
-    run.models.policy.register_forward_pre_hook(
-        lambda m, a, kwargs: seen.extend(
-            kwargs["input_ids"][:, 1 - kwargs["logits_to_keep"]].tolist()
-        ),
-        with_kwargs=True,
-    )
+
+    def watched(models, network, part, *args, **kwargs):
+        seen.extend(part.responses[:, 0].tolist())
+        return forward(models, network, part, *args, **kwargs)
+
+    monkeypatch.setattr(networks, "forward", watched)
     sizes = []  # rows that were seen before each step
     learner.optimizer.register_step_pre_hook(lambda *_: sizes.append(len(seen)))
     learner.learn(tokens, batch, targets, order(), 0)
@@ -292,10 +296,10 @@ def before_and_after(run, learner, samples, batch, targets):
     return metrics, problem, same_weights, same_moments and now.keys() == kept.keys()
 
 
-def shortest(samples):
+def first_row(samples):
     """The row that is the first in the first pass."""
-    lengths = samples.tokens.lengths().tolist()
-    return lengths.index(min(lengths))
+    rows = torch.arange(len(samples.tokens.mask))
+    return int(micro_batches(samples.tokens, rows, 1)[0])
 
 
 LAYER = "model.layers.1.mlp.up_proj.weight"
@@ -306,14 +310,14 @@ def poison(run, where):
     policy, value = run.models.policy, run.models.value
     if where == "logprobs":
 
-        def spoil(module, args, kwargs, out):
-            row = [i for i, ids in enumerate(kwargs["input_ids"].tolist()) if ids == spoil.ids]
-            factor = torch.ones_like(out.logits)
-            factor[row, 2] = NAN
-            out.logits = out.logits * factor
-            return out
+        def spoil(module, args, out):
+            spoil.passes += 1
+            factor = torch.ones_like(out)
+            factor[:, 2] = NAN if spoil.passes == spoil.bad else 1.0
+            return out * factor
 
-        return policy.register_forward_hook(spoil, with_kwargs=True), spoil
+        spoil.passes = 0
+        return head_of(policy).register_forward_hook(spoil), spoil
     if where == "values":
         return value.head.register_forward_hook(lambda m, a, out: out * NAN), None
     parameter = dict(policy.named_parameters())[LAYER]
@@ -324,7 +328,7 @@ def poison(run, where):
     ("where", "said"),
     [
         pytest.param("logprobs", "logprobs at row 5, position 2", id="logprobs"),
-        pytest.param("values", "values at row {shortest}, position 0", id="values"),
+        pytest.param("values", "values at row {first}, position 0", id="values"),
         pytest.param(NAN, f"the gradient of policy parameter {LAYER}", id="gradient NaN"),
         pytest.param(math.inf, f"the gradient of policy parameter {LAYER}", id="gradient inf"),
     ],
@@ -335,9 +339,9 @@ def test_an_update_that_is_not_finite_is_skipped_and_named(make, where, said):
     learner.update(samples.tokens, batch, targets, everyone(batch))  # there are moments to lose
     hook, spoil = poison(run, where)
     if spoil is not None:
-        part = samples.tokens.select(torch.tensor([5]))
-        spoil.ids = torch.cat([part.prompts, part.responses], 1)[0].tolist()
-    said = said.format(shortest=shortest(samples))
+        parts = micro_batches(samples.tokens, everyone(batch), 1)
+        spoil.bad = 1 + [part.tolist() for part in parts].index([5])
+    said = said.format(first=first_row(samples))
     metrics, problem, same_weights, same_moments = before_and_after(
         run, learner, samples, batch, targets
     )
@@ -355,15 +359,13 @@ def test_a_loss_that_is_not_finite_never_reaches_the_optimizer(make, bad):
     """Also where no gradient is bad: these log-probs are constants."""
     run, samples, batch, targets, _ = make(moved=False)
 
-    def spoil(module, args, out):
-        out.logits = out.logits.index_fill(1, torch.tensor([2]), bad)
-        return out
-
-    run.models.policy.register_forward_hook(spoil)
+    head_of(run.models.policy).register_forward_hook(
+        lambda module, args, out: out.index_fill(1, torch.tensor([2]), bad)
+    )
     metrics, problem, same_weights, same_moments = before_and_after(
         run, run.learner, samples, batch, targets
     )
-    assert problem == f"logprobs at row {shortest(samples)}, position 2"
+    assert problem == f"logprobs at row {first_row(samples)}, position 2"
     assert metrics["actor/skipped_updates"] == 1.0
     assert same_weights and same_moments
 

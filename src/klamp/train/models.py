@@ -1,8 +1,4 @@
-"""Policy, reference and value function at work, and the one place that shifts.
-
-logits at position i say what token i + 1 will be; the log-prob of response token t is read at
-the position before it. Nothing outside this file knows that.
-"""
+"""Policy, reference and value function at work: from sequences to log-probs and values."""
 
 import contextlib
 import os
@@ -11,11 +7,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from klamp.errors import ConfigError
+from klamp.train import family
+from klamp.train.states import (
+    Logits,
+    States,
+    before_responses,
+    head_of,
+    sequences,
+    splits,
+    states,
+    trunk_of,
+)
 from klamp.train.tokens import Tokens
+
+Labels = Int[Tensor, "B T"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -90,55 +99,65 @@ def forward(
     models: Models, network: Any, tokens: Tokens, temperature: float, *, entropy_grad: bool = False
 ) -> Forward:
     """One pass of the policy or the reference over whole sequences."""
-    width = tokens.responses.shape[1]
-    ids = torch.cat([tokens.prompts, tokens.responses], dim=1)
-    attended = torch.cat([tokens.prompt_mask, tokens.mask], dim=1)
-    shared = models.value is not None and models.value.trunk is None and network is models.policy
-    inputs = {"input_ids": ids, **attention(attended)}
+    asked = models.value is not None and models.value.trunk is None and network is models.policy
     with casting(models):
-        out = network(
-            **inputs, logits_to_keep=width + 1, output_hidden_states=shared, use_cache=False
-        )
-        hidden = out.hidden_states[-1] if shared else None
-    logits = out.logits[:, :-1].float() / temperature
+        if splits(network):
+            hidden = hidden_states(models, trunk_of(network), tokens)
+            logits = head_of(network)(hidden)
+        else:
+            logits, hidden = as_a_whole(network, tokens, asked)
+    values = read_values(models, hidden) if hidden is not None and asked else None
+    return told(logits, tokens.responses, values, temperature, entropy_grad=entropy_grad)
+
+
+def hidden_states(models: Models, trunk: Any, tokens: Tokens) -> States:
+    """What a trunk knows when each response token is chosen, in the cheapest way that is right."""
+    few = models.autocast is None and family.fits(trunk)
+    return family.states(trunk, tokens) if few else states(trunk, tokens)
+
+
+def as_a_whole(network: Any, tokens: Tokens, asked: bool) -> tuple[Logits, States | None]:
+    """Logits, and states where asked for, of a network whose logits are more than its head's."""
+    width = tokens.responses.shape[1]
+    out = network(
+        **sequences(tokens), logits_to_keep=width + 1, output_hidden_states=asked, use_cache=False
+    )
+    hidden = before_responses(out.hidden_states[-1], tokens) if asked else None
+    return out.logits[:, :-1], hidden
+
+
+def told(
+    logits: Logits,
+    labels: Labels,
+    values: Float[Tensor, "B T"] | None,
+    temperature: float,
+    *,
+    entropy_grad: bool,
+) -> Forward:
+    """What logits say of the tokens that were chosen, and of those that were not."""
+    logits = logits.float() if temperature == 1.0 else logits.float() / temperature
     distribution = logits.log_softmax(dim=-1)
-    chosen = distribution.gather(-1, tokens.responses[..., None]).squeeze(-1)
+    chosen = distribution.gather(-1, labels[..., None]).squeeze(-1)
     with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_grad):
         entropy = -(distribution.exp() * distribution).sum(dim=-1)
-    return Forward(
-        logprobs=chosen,
-        entropy=entropy,
-        values=None if hidden is None else read_values(models, hidden, width),
-        distribution=distribution,
-    )
+    return Forward(logprobs=chosen, entropy=entropy, values=values, distribution=distribution)
 
 
-def values_of(models: Models, tokens: Tokens, made: Forward) -> Float[Tensor, "B T"]:
+def values_of(models: Models, tokens: Tokens, made: Forward | None) -> Float[Tensor, "B T"]:
     """V before each response token: what the policy's pass gave, or a pass of its own trunk."""
     assert models.value is not None
     if models.value.trunk is None:
-        assert made.values is not None
+        assert made is not None and made.values is not None
         return made.values
-    ids = torch.cat([tokens.prompts, tokens.responses], dim=1)
-    attended = torch.cat([tokens.prompt_mask, tokens.mask], dim=1)
     with casting(models):
-        out = models.value.trunk(input_ids=ids, **attention(attended), use_cache=False)
-    return read_values(models, out.last_hidden_state, tokens.responses.shape[1])
+        hidden = hidden_states(models, models.value.trunk, tokens)
+    return read_values(models, hidden)
 
 
-def read_values(models: Models, hidden: Float[Tensor, "B S H"], width: int) -> Float[Tensor, "B T"]:
-    """The head at the positions that the response tokens are chosen from."""
+def read_values(models: Models, hidden: States) -> Float[Tensor, "B T"]:
+    """The head of the value function on the states that the response tokens are chosen from."""
     assert models.value is not None
-    return models.value.head(hidden[:, -width - 1 : -1].float()).squeeze(-1)
-
-
-def attention(attended: Tensor) -> dict[str, Tensor | None]:
-    """What the network needs to know of padding; nothing where there is none on the left."""
-    if bool(attended[:, 0].all()):
-        # Padding on the right is behind every token that counts: causality hides it.
-        return {"attention_mask": None, "position_ids": None}
-    positions = (attended.long().cumsum(dim=1) - 1).clamp(min=0)
-    return {"attention_mask": attended.long(), "position_ids": positions}
+    return models.value.head(hidden.float()).squeeze(-1)
 
 
 def casting(models: Models) -> Any:

@@ -13,9 +13,10 @@ from klamp.objective.objective import Objective
 from klamp.train import models as networks
 from klamp.train.models import Models
 from klamp.train.sampler import Decoding, generate
+from klamp.train.states import shares_prompts, trunk_of
 from klamp.train.tasks.task import Example
 from klamp.train.tokens import Tokens, micro_batches, padded_left
-from klamp.types import Batch, GroupIds, RowMask
+from klamp.types import Batch, GroupIds, PerToken, RowMask
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -63,6 +64,7 @@ def sample(
             prompt_mask=mask[of_row],
             responses=made.responses,
             mask=made.mask,
+            groups=of_row if shares_prompts(trunk_of(models.policy)) else None,
         ),
         examples=tuple(examples[i] for i in of_row.tolist()),
         texts=tuple(texts),
@@ -82,31 +84,53 @@ def prompt_ids(models: Models, examples: Sequence[Example]) -> tuple[Tensor, Ten
     return ids.to(models.device), mask.to(models.device)
 
 
+def as_trained(models: Models, decoding: Decoding) -> bool:
+    """Whether the sampler's log-probs are those of the very distribution that is trained.
+
+    Nothing may be cut off from it or rounded otherwise; temperature is the same for both.
+    """
+    whole = decoding.top_k is None and decoding.top_p in (None, 1.0)
+    return whole and not decoding.greedy and models.autocast is None
+
+
 @torch.no_grad()
 def observe(
-    models: Models, objective: Objective, tokens: Tokens, *, temperature: float, micro_tokens: int
+    models: Models,
+    objective: Objective,
+    tokens: Tokens,
+    *,
+    temperature: float,
+    micro_tokens: int,
+    known: PerToken | None = None,
 ) -> Observed:
-    """Log-probs, values and, where asked for, the exact KL, before the first update."""
+    """Log-probs, values and, where asked for, the exact KL, before the first update.
+
+    The policy is not asked again for log-probs that are ``known``, unless more is needed of it.
+    """
     size = tokens.mask.shape
-    old = torch.zeros(size, device=models.device)
+    wants_exact = objective.kl is not None and objective.kl.estimator == "exact"
+    reads_values = models.value is not None and models.value.trunk is None
+    skips = known is not None and not wants_exact and not reads_values
+    old = torch.zeros(size, device=models.device) if known is None or not skips else known
     ref = None if models.reference is None else torch.zeros_like(old)
     values = None if models.value is None else torch.zeros_like(old)
-    wants_exact = objective.kl is not None and objective.kl.estimator == "exact"
     exact = torch.zeros_like(old) if wants_exact else None
     everyone = torch.arange(size[0], device=models.device)
-    for rows in micro_batches(tokens, everyone, micro_tokens):
+    nothing_else = skips and ref is None and values is None
+    for rows in [] if nothing_else else micro_batches(tokens, everyone, micro_tokens):
         part = tokens.select(rows)
-        width = part.mask.shape[1]
-        out = networks.forward(models, models.policy, part, temperature)
-        old[rows, :width] = out.logprobs
+        here = rows, slice(part.mask.shape[1])
+        out = None if skips else networks.forward(models, models.policy, part, temperature)
+        if out is not None:
+            old[here] = out.logprobs
         if values is not None:
-            values[rows, :width] = networks.values_of(models, part, out)
+            values[here] = networks.values_of(models, part, out)
         if ref is not None:
             with models.as_reference() as reference:
                 other = networks.forward(models, reference, part, temperature)
-            ref[rows, :width] = other.logprobs
-            if exact is not None:
-                exact[rows, :width] = exact_kl(out.distribution, other.distribution)
+            ref[here] = other.logprobs
+            if exact is not None and out is not None:
+                exact[here] = exact_kl(out.distribution, other.distribution)
     return Observed(old_logprobs=old, ref_logprobs=ref, values=values, exact_kl=exact)
 
 

@@ -19,6 +19,9 @@ class Tokens:
     responses: Int[Tensor, "B T"]
     mask: Bool[Tensor, "B T"]
     """True where the policy generated the token; the end-of-text token counts."""
+    groups: Lengths | None = None
+    """Rows with the same id have the same prompt, which may be read once for them; None: nothing
+    is known of that."""
 
     def select(self, rows: Tensor) -> "Tokens":
         """Some rows, at the width that these rows need; at least one response position stays."""
@@ -30,6 +33,17 @@ class Tokens:
             prompt_mask=prompt_mask[:, -p:],
             responses=self.responses[rows, :t],
             mask=mask[:, :t],
+            groups=None if self.groups is None else self.groups[rows],
+        )
+
+    def to(self, device: torch.device) -> "Tokens":
+        """The same, on a device."""
+        return Tokens(
+            prompts=self.prompts.to(device),
+            prompt_mask=self.prompt_mask.to(device),
+            responses=self.responses.to(device),
+            mask=self.mask.to(device),
+            groups=None if self.groups is None else self.groups.to(device),
         )
 
     def lengths(self) -> Lengths:
@@ -45,21 +59,48 @@ def padded_left(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor
     return ids, torch.arange(width) >= width - lengths[:, None]
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Rows of one forward pass: how many prompts they have, and the longest of each kind."""
+
+    rows: tuple[int, ...] = ()
+    prompts: int = 0
+    last: int | None = None
+    prompt: int = 0
+    response: int = 0
+
+    def with_row(self, row: int, group: int, prompt: int, response: int) -> "_Part":
+        return _Part(
+            (*self.rows, row),
+            self.prompts + (group != self.last),
+            group,
+            max(self.prompt, prompt),
+            max(self.response, response),
+        )
+
+    def tokens(self) -> int:
+        return self.prompts * self.prompt + len(self.rows) * self.response
+
+
 def micro_batches(tokens: Tokens, rows: Tensor, most: int) -> list[Tensor]:
     """Rows of similar length together, each part of at most ``most`` tokens with its padding.
 
-    A row that is longer than that is a part of its own: rows are never cut.
+    Rows that share a prompt stand together, and it counts once. A row that is longer than ``most``
+    is a part of its own: rows are never cut.
     """
     prompts = tokens.prompt_mask[rows].sum(dim=1).tolist()
     responses = tokens.mask[rows].sum(dim=1).clamp(min=1).tolist()
-    parts: list[list[int]] = []
-    widths = (0, 0)  # of the part that is being filled: its longest prompt, its longest response
+    groups = list(range(len(rows))) if tokens.groups is None else tokens.groups[rows].tolist()
     lengths = tokens.lengths()[rows].tolist()
-    for i in sorted(range(len(rows)), key=lambda i: lengths[i]):
-        grown = max(widths[0], prompts[i]), max(widths[1], responses[i])
-        if not parts or sum(grown) * (len(parts[-1]) + 1) > most:
-            parts.append([])
-            grown = prompts[i], responses[i]
-        parts[-1].append(i)
-        widths = grown
-    return [rows[torch.tensor(part)] for part in parts]
+    longest: dict[int, int] = {}
+    for group, length in zip(groups, lengths, strict=True):
+        longest[group] = max(length, longest.get(group, 0))
+    parts: list[_Part] = []
+    for i in sorted(range(len(rows)), key=lambda i: (longest[groups[i]], groups[i], lengths[i])):
+        row = i, groups[i], prompts[i], responses[i]
+        grown = (parts[-1] if parts else _Part()).with_row(*row)
+        if parts and grown.tokens() <= most:
+            parts[-1] = grown
+        else:
+            parts.append(_Part().with_row(*row))
+    return [rows[torch.tensor(part.rows)] for part in parts]

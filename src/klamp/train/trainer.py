@@ -142,12 +142,14 @@ def sample(run: Run, step: int) -> Samples:
 
 def observe(run: Run, samples: Samples) -> Observed:
     """What the policy, the reference and the value function say of the samples."""
+    known = rollout.as_trained(run.models, decoding_of(run.config.sampling))
     return rollout.observe(
         run.models,
         run.objective,
         samples.tokens,
         temperature=run.config.sampling.temperature,
         micro_tokens=run.config.optimizer.micro_tokens,
+        known=samples.sampler_logprobs if known else None,
     )
 
 

@@ -43,7 +43,11 @@ def optimizer_of(models: Models, settings: OptimizerSettings) -> torch.optim.Ada
     if models.value is not None:
         groups.append({"params": _trained(models.value), "base": settings.value_lr})
     return torch.optim.AdamW(
-        groups, lr=settings.lr, betas=settings.betas, weight_decay=settings.weight_decay
+        groups,
+        lr=settings.lr,
+        betas=settings.betas,
+        weight_decay=settings.weight_decay,
+        fused=True,
     )
 
 
@@ -174,7 +178,7 @@ class Learner:
         """One step of AdamW on gradients whose norm is at most ``max_grad_norm``."""
         most = self.settings.max_grad_norm
         for group, norm in zip(self.optimizer.param_groups, norms, strict=True):
-            if most is not None:
+            if most is not None and norm > most:
                 torch.nn.utils.clip_grads_with_norm_(group["params"], most, torch.tensor(norm))
         self.optimizer.step()
 
