@@ -5,7 +5,6 @@ import sys
 
 import torch
 
-from klamp.objective.exact import exact_kl
 from klamp.objective.objective import Objective
 from klamp.train import loading, models, rollout
 from klamp.train.sampler import Decoding
@@ -37,7 +36,7 @@ def of_batches(path: str) -> dict[str, list[float]]:
         per_token = {
             "k1": d,
             "k3": torch.exp(-d) - 1 + d,
-            "exact": exact_kl(own.distribution, other.distribution),
+            "exact": models.exact_kl_of(own.reading, other.reading, 1.0),
         }
         for name, x in per_token.items():
             total = torch.where(made.tokens.mask, x, 0.0).sum(dim=1).mean()

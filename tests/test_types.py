@@ -239,3 +239,31 @@ def test_alone_is_the_identity():
     x = torch.randn(3)
     assert torch.equal(ALONE.sum(x), x)
     assert torch.equal(ALONE.max(x), x)
+
+
+def test_columns_cut_what_is_per_token_and_nothing_else():
+    batch = Batch(
+        mask=torch.tensor([[True, True, False], [True, False, False]]),
+        scores=torch.zeros(2),
+        groups=torch.tensor([0, 0]),
+        old_logprobs=torch.arange(6.0).view(2, 3),
+        values=torch.ones(2, 3),
+        components=torch.zeros(2, 3),  # as many columns as tokens, by chance
+    )
+    cut = batch.columns(2)
+    assert cut.mask.tolist() == [[True, True], [True, False]]
+    assert cut.old_logprobs.tolist() == [[0.0, 1.0], [3.0, 4.0]]
+    assert cut.values.shape == (2, 2) and cut.ref_logprobs is None
+    assert cut.components.shape == (2, 3) and cut.scores.shape == (2,)
+    targets = Targets(
+        mask=batch.mask,
+        weights=torch.ones(2),
+        advantages=torch.ones(2, 3),
+        corrections=torch.ones(2, 3),
+        returns=torch.ones(2, 3),
+        kl_coef=0.1,
+        kl_to_come=torch.ones(2, 3),
+    ).columns(1)
+    per_token = (targets.mask, targets.advantages, targets.corrections, targets.returns)
+    assert all(x.shape == (2, 1) for x in (*per_token, targets.kl_to_come))
+    assert targets.weights.shape == (2,) and targets.kl_coef == 0.1

@@ -64,6 +64,15 @@ class _Rowwise:
         """The same data restricted to some sequences; what is not a tensor passes through."""
         return self._map(lambda x: x[rows])
 
+    def columns(self: R, width: int) -> R:
+        """The same data without the positions from ``width`` on, which must all be masked."""
+        cut = {"mask", *_PER_TOKEN, *_PER_TOKEN_TARGETS}
+        other = self._map(lambda x: x)
+        for name in cut & vars(self).keys():
+            if isinstance(x := getattr(self, name), Tensor):
+                object.__setattr__(other, name, x[:, :width])
+        return other
+
     def to(self: R, device: torch.device | str) -> R:
         """The same data on another device."""
         return self._map(lambda x: x.to(device))
@@ -129,8 +138,7 @@ class Targets(_Rowwise):
     def __post_init__(self) -> None:
         _detach(self)
         _check_mask("Targets.mask", self.mask)
-        required = ("advantages", "corrections")
-        _check_per_token("Targets", self, required, (*required, "returns", "kl_to_come"))
+        _check_per_token("Targets", self, _PER_TOKEN_TARGETS[:2], _PER_TOKEN_TARGETS)
         _check_per_row("Targets", self, "weights", "float", required=True)
 
 
@@ -144,6 +152,7 @@ class LossOutput:
 
 
 _PER_TOKEN = ("old_logprobs", "ref_logprobs", "sampler_logprobs", "values", "exact_kl")
+_PER_TOKEN_TARGETS = ("advantages", "corrections", "returns", "kl_to_come")
 _CAST = {"float": "float", "integer": "long", "bool": "bool"}
 _PER_ROW = {
     "scores": "float",

@@ -18,12 +18,18 @@ import klamp
 from helpers import assert_close, prefix_mask
 from klamp.errors import DataError, NumericsError
 from klamp.heads import passes
-from klamp.heads.fused import head_loss, token_wise
+from klamp.heads.fused import head_loss
+from klamp.objective import terms
 from klamp.objective.control import FixedKL
 from klamp.objective.kl import KLTerm
 from klamp.objective.losses import CISPO, ClippedSurrogate, PolicyGradient, ValueLoss
 from klamp.objective.metrics import reduced
 from klamp.objective.objective import Objective
+
+
+def token_wise(objective, targets):
+    return terms.token_wise(objective.surrogate, objective.kl, targets)
+
 
 ROWS, WIDTH, FEATURES, VOCABULARY, TEMPERATURE = 4, 5, 6, 29, 0.9
 PRESETS = ("open-instruct", "openrlhf", "roll", "trlx", "klamp")

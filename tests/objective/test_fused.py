@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import klamp
 from klamp.objective import fused
 from klamp.objective.metrics import reduced
-from klamp.objective.terms import token_wise
+from klamp.objective.terms import token_wise, written_down
 from klamp.objective.written import written_term
 from klamp.types import Batch, Targets
 
@@ -91,7 +91,8 @@ def by_written(objective):
 def agree(objective, logprobs, batch, targets, form, tolerance=1e-5):
     shares = objective.shares(targets.mask, targets.weights)
     kl = objective.kl
-    assert token_wise(objective.surrogate, kl, batch, targets)
+    assert token_wise(objective.surrogate, kl, targets)
+    assert written_down(objective.surrogate, kl, batch)
     assert fused.fits(logprobs, batch, targets)
     function = objective.loss if form == "fused" else by_written(objective)
     found = outcome(function, logprobs, batch, targets, shares)
@@ -173,16 +174,17 @@ def test_what_is_not_token_wise_goes_by_the_formulae():
     batch = replace(batch, exact_kl=torch.zeros_like(logprobs))
     without = replace(targets, kl_to_come=None)
     sequence = klamp.ClippedSurrogate(ratio="sequence")
-    assert not token_wise(sequence, None, batch, targets)
+    assert not token_wise(sequence, None, targets)
     for kl in (
         klamp.KLTerm(weighting="importance"),
         klamp.KLTerm(estimator="abs"),
         klamp.KLTerm(estimator="exact"),
     ):
-        assert not token_wise(klamp.ClippedSurrogate(), kl, batch, targets)
+        assert not written_down(klamp.ClippedSurrogate(), kl, batch)
     kl = klamp.KLTerm(gradient="sequence")
-    assert token_wise(klamp.ClippedSurrogate(), kl, batch, targets)
-    assert not token_wise(klamp.ClippedSurrogate(), kl, batch, without)
+    assert token_wise(klamp.ClippedSurrogate(), kl, targets)
+    assert not token_wise(klamp.ClippedSurrogate(), kl, without)
+    assert not written_down(klamp.ClippedSurrogate(), kl, replace(batch, ref_logprobs=None))
 
 
 def test_half_precision_within_its_rounding():

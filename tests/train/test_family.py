@@ -59,7 +59,7 @@ def test_log_probs_entropies_and_values_are_the_same_either_way(monkeypatch, tru
     for few in (True, False):
         monkeypatch.setattr(models.family, "fits", lambda trunk, few=few: few)
         out = forward(found, found.policy, tokens, 0.8)
-        told.append((out.logprobs, out.entropy, values_of(found, tokens, out)))
+        told.append((out.logprobs, out.entropy, values_of(found, tokens, out.reading)))
     for one, other in zip(*told, strict=True):
         assert_close(one[tokens.mask], other[tokens.mask])
 

@@ -21,7 +21,7 @@ from klamp.errors import ConfigError
 from klamp.objective.kl import KLTerm
 from klamp.objective.losses import ValueLoss
 from klamp.objective.objective import Objective
-from klamp.train.models import autocast_of, device_of, forward, values_of
+from klamp.train.models import autocast_of, device_of, distribution_of, forward, values_of
 from klamp.train.states import attention
 
 KINDS = ["builtin", "gpt2", "qwen2", "gemma"]
@@ -57,7 +57,7 @@ def test_each_log_prob_is_that_of_the_token_given_what_stands_before_it(paths, k
         plain = step_by_step(models.policy, PROMPTS[row], RESPONSES[row], temperature)
         length = len(RESPONSES[row])
         assert_close(out.logprobs[row, :length].double(), chosen(plain, RESPONSES[row]))
-        assert_close(out.distribution[row, :length].double(), plain)
+        assert_close(distribution_of(out.reading, 1.0)[row, :length].double(), plain)
         assert_close(out.entropy[row, :length].double(), -(plain.exp() * plain).sum(-1))
 
 
@@ -101,7 +101,7 @@ def weighted_gradients(models, parts):
         w = torch.where(part.mask, weight[rows, : part.mask.shape[1]], 0.0)
         total = (w * out.logprobs).sum() + (w * out.entropy).sum()
         if models.value is not None:
-            total = total + (w * values_of(models, part, out)).sum()
+            total = total + (w * values_of(models, part, out.reading)).sum()
         total.backward()
     return gradients(models.policy)
 
@@ -135,7 +135,7 @@ def test_values_are_read_where_the_token_is_chosen(paths, kind, trunk):
     network = models.policy.base_model if trunk == "shared" else models.value.trunk
     tokens = uneven()
     with torch.no_grad():
-        values = values_of(models, tokens, forward(models, models.policy, tokens, 1.0))
+        values = values_of(models, tokens, forward(models, models.policy, tokens, 1.0).reading)
         for row in ROWS:
             for t in range(len(RESPONSES[row])):
                 seen = torch.tensor([[*PROMPTS[row], *RESPONSES[row][:t]]])
@@ -146,7 +146,7 @@ def test_values_are_read_where_the_token_is_chosen(paths, kind, trunk):
 def test_a_fresh_value_function_says_zero():
     models = load(VALUED)
     tokens = uneven()
-    assert not values_of(models, tokens, spoken(models, tokens)).any()
+    assert not values_of(models, tokens, spoken(models, tokens).reading).any()
 
 
 @pytest.mark.parametrize("trunk", ["own", "shared"])
@@ -154,7 +154,7 @@ def test_the_values_gradient_reaches_its_own_trunk_or_the_policys(trunk):
     models = load(VALUED, value=trunk)
     torch.nn.init.normal_(models.value.head.weight)
     tokens = uneven()
-    values_of(models, tokens, forward(models, models.policy, tokens, 1.0)).sum().backward()
+    values_of(models, tokens, forward(models, models.policy, tokens, 1.0).reading).sum().backward()
     in_policy = any(g is not None for g in gradients(models.policy).values())
     in_own = [g is not None for n, g in gradients(models.value).items() if n.startswith("trunk")]
     assert in_policy == (trunk == "shared")

@@ -12,7 +12,7 @@ from klamp.objective.kl import KLTerm
 from klamp.objective.losses import ValueLoss
 from klamp.objective.objective import Objective
 from klamp.train import rollout
-from klamp.train.models import forward, values_of
+from klamp.train.models import distribution_of, forward, values_of
 from klamp.train.rollout import Observed
 from klamp.train.sampler import Decoding
 from klamp.train.states import head_of
@@ -94,7 +94,7 @@ def test_old_reference_and_values_are_what_each_network_says(models, samples):
     with torch.no_grad():
         policy = forward(models, models.policy, samples.tokens, 0.8)
         reference = forward(models, models.reference, samples.tokens, 0.8)
-        values = values_of(models, samples.tokens, policy)
+        values = values_of(models, samples.tokens, policy.reading)
     assert_close(found.old_logprobs[mask], policy.logprobs[mask])
     assert_close(found.ref_logprobs[mask], reference.logprobs[mask])
     assert_close(found.values[mask], values[mask])
@@ -179,8 +179,12 @@ def test_a_loss_of_the_exact_kl_takes_that_of_the_policy_as_it_now_is(tmp_path, 
     assert not batch.exact_kl.any()
     nudge(run.models.policy, 0.05)
     with torch.no_grad(), run.models.as_reference() as reference:
-        p = forward(run.models, run.models.policy, samples.tokens, 1.0).distribution.double()
-        q = forward(run.models, reference, samples.tokens, 1.0).distribution.double()
+        p = distribution_of(
+            forward(run.models, run.models.policy, samples.tokens, 1.0).reading, 1.0
+        ).double()
+        q = distribution_of(
+            forward(run.models, reference, samples.tokens, 1.0).reading, 1.0
+        ).double()
     now = (p.exp() * (p - q)).sum(-1)[batch.mask].mean()
     assert now > 0.05
     metrics, problem = run.learner.update(

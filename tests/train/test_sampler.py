@@ -7,7 +7,7 @@ from trainer_parts import load, model_directory, nudge, precise
 from helpers import assert_close
 from klamp.errors import NumericsError
 from klamp.train import reader, sampler
-from klamp.train.models import forward
+from klamp.train.models import distribution_of, forward, read
 from klamp.train.sampler import Decoding, choose, drawn, generate, narrowed
 from klamp.train.states import head_of, trunk_of
 from klamp.train.tokens import Tokens, padded_left
@@ -90,7 +90,7 @@ def kept(distribution, top_k=None, top_p=None):
 def test_narrowed_sampling_records_renormalised_log_probs_and_draws_nothing_else(models, limits):
     out, tokens = generated(models, samples=6, temperature=1.3, **limits)
     with torch.no_grad():
-        full = forward(models, models.policy, tokens, 1.3).distribution.double()
+        full = distribution_of(read(models, models.policy, tokens), 1.3).double()
     for row, t in out.mask.nonzero().tolist():
         inside = kept(full[row, t], **limits)
         token = int(out.responses[row, t])
@@ -135,7 +135,7 @@ def test_greedy_is_what_transformers_generates_itself(each):
 def test_greedy_records_the_log_prob_of_the_likeliest_token(models):
     out, tokens = generated(models, greedy=True, temperature=0.5)
     with torch.no_grad():
-        full = forward(models, models.policy, tokens, 1.0).distribution
+        full = distribution_of(read(models, models.policy, tokens), 1.0)
     top = full.max(dim=-1)
     assert torch.equal(top.indices[out.mask], out.responses[out.mask])
     assert_close(out.logprobs[out.mask], top.values[out.mask])
@@ -149,7 +149,9 @@ def test_first_tokens_are_drawn_as_often_as_they_are_likely(models, temperature)
     )
     with torch.no_grad():
         part = tokens.select(torch.tensor([0]))
-        likely = forward(models, models.policy, part, temperature).distribution[0, 0].exp()
+        likely = distribution_of(
+            forward(models, models.policy, part, temperature).reading, temperature
+        )[0, 0].exp()
     wanted = samples * likely.double()
     found = torch.bincount(out.responses[:, 0], minlength=len(likely)).double()
     common = wanted >= 5

@@ -7,14 +7,14 @@ from trainer_parts import PROMPTS, RESPONSES, load, model_directory, nudge, step
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from helpers import assert_close
-from klamp.train.models import forward
+from klamp.train.models import distribution_of, read
 from klamp.train.saving import save_model
 from klamp.train.tasks.pretrain import BUILTIN
 
 
 def spoken(models):
     with torch.no_grad():
-        return forward(models, models.policy, uneven(), 1.0).distribution
+        return distribution_of(read(models, models.policy, uneven()), 1.0)
 
 
 def plain(network, row):

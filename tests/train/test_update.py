@@ -12,11 +12,11 @@ from helpers import assert_close
 from klamp.objective.losses import ValueLoss
 from klamp.objective.objective import Objective
 from klamp.train import models as networks
-from klamp.train.models import forward
+from klamp.train.models import forward, read
 from klamp.train.settings import OptimizerSettings
 from klamp.train.states import head_of
 from klamp.train.tokens import micro_batches
-from klamp.train.update import first_bad, optimizer_of, rate, summary, wide
+from klamp.train.update import first_bad, optimizer_of, rate, summary
 
 NAN = float("nan")
 PATHS = {
@@ -112,9 +112,9 @@ def test_every_epoch_visits_every_row_once_in_so_many_steps(make, monkeypatch, e
 
     def watched(models, network, part, *args, **kwargs):
         seen.extend(part.responses[:, 0].tolist())
-        return forward(models, network, part, *args, **kwargs)
+        return read(models, network, part, *args, **kwargs)
 
-    monkeypatch.setattr(networks, "forward", watched)
+    monkeypatch.setattr(networks, "read", watched)
     sizes = []  # rows that were seen before each step
     learner.optimizer.register_step_pre_hook(lambda *_: sizes.append(len(seen)))
     learner.learn(tokens, batch, targets, order(), 0)
@@ -263,10 +263,6 @@ def test_updates_of_one_step_are_summed_up_by_what_they_are():
         "actor/skipped_updates": 1.0,
         "only": 4.0,
     }
-
-
-def test_a_narrow_part_is_filled_up_on_the_right():
-    assert wide(torch.tensor([[1.0, 2.0]]), 4).tolist() == [[1.0, 2.0, 0.0, 0.0]]
 
 
 def test_the_first_bad_tensor_is_named_with_its_row_and_position():

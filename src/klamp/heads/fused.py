@@ -20,7 +20,7 @@ from klamp.heads.softmax import Slopes, Softmax
 from klamp.heads.tiles import Bias, Head, Weight, as_rows, check_labels
 from klamp.objective.metrics import Metric, merge
 from klamp.objective.objective import Objective
-from klamp.objective.terms import value_term
+from klamp.objective.terms import token_wise, value_term
 from klamp.types import Batch, LossOutput, PerToken, Scalar, Targets
 
 Hidden = Float[Tensor, "B T H"]
@@ -34,16 +34,6 @@ class HeadLoss:
     output: LossOutput
     logprobs: PerToken
     entropy: PerToken
-
-
-def token_wise(objective: Objective, targets: Targets) -> bool:
-    """Whether no token's loss depends on another's log-prob."""
-    kl = objective.kl
-    if getattr(objective.surrogate, "ratio", "token") == "sequence":
-        return False
-    if kl is None or kl.where != "loss" or kl.gradient == "value":
-        return True
-    return kl.weighting is None and (kl.gradient == "token" or targets.kl_to_come is not None)
 
 
 def head_loss(
@@ -78,7 +68,11 @@ def head_loss(
     work = _Work(replace(objective, value_loss=None), batch, targets, shares, chunk)
     inputs = (head.hidden, head.weight, head.bias)
     learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
-    run = _in_one_pass if learns and token_wise(objective, targets) else _in_two_passes
+    run = (
+        _in_one_pass
+        if learns and token_wise(objective.surrogate, objective.kl, targets)
+        else _in_two_passes
+    )
     made = run(work, head, reference, labels.reshape(-1))
     if objective.value_loss is None:
         return made

@@ -40,16 +40,20 @@ class Attached(torch.autograd.Function):
         return gradient * grads[0], None, None
 
 
-def token_wise(surrogate: Surrogate, kl: KLTerm | None, batch: Batch, targets: Targets) -> bool:
-    """Whether each token's terms depend on that token alone, in forms that are written down."""
-    if not isinstance(surrogate, ClippedSurrogate) or surrogate.ratio != "token":
+def token_wise(surrogate: Surrogate, kl: KLTerm | None, targets: Targets) -> bool:
+    """Whether no token's terms depend on another's log-prob."""
+    if isinstance(surrogate, ClippedSurrogate) and surrogate.ratio == "sequence":
         return False
-    if kl is None:
+    if kl is None or kl.where != "loss" or kl.gradient == "value":
         return True
-    if kl.weighting is not None or kl.estimator not in ("k1", "k2", "k3"):
-        return False
-    prepared = kl.gradient != "sequence" or targets.kl_to_come is not None
-    return prepared and batch.ref_logprobs is not None
+    return kl.weighting is None and (kl.gradient == "token" or targets.kl_to_come is not None)
+
+
+def written_down(surrogate: Surrogate, kl: KLTerm | None, batch: Batch) -> bool:
+    """Whether ``block`` and ``written`` have the gradient of a token's terms."""
+    known = kl is None or (kl.weighting is None and kl.estimator in ("k1", "k2", "k3"))
+    has_reference = kl is None or batch.ref_logprobs is not None
+    return isinstance(surrogate, ClippedSurrogate) and known and has_reference
 
 
 def policy_term(

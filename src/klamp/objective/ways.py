@@ -9,7 +9,7 @@ import torch
 from klamp.objective.fused import fits, fused_term
 from klamp.objective.kl import KLTerm
 from klamp.objective.losses import Surrogate
-from klamp.objective.terms import Term, kl_term, policy_term, token_wise
+from klamp.objective.terms import Term, kl_term, policy_term, token_wise, written_down
 from klamp.objective.written import written_term
 from klamp.types import Batch, PerToken, Targets
 
@@ -29,7 +29,8 @@ def token_terms(
     """The policy term and, where the KL is a loss, its term; one by one or as one."""
     kl = kl if kl is not None and kl.where == "loss" else None
     given = (logprobs, batch, targets)
-    if way != PLAIN and token_wise(surrogate, kl, batch, targets):
+    written = written_down(surrogate, kl, batch) and token_wise(surrogate, kl, targets)
+    if way != PLAIN and written:
         if torch.compiler.is_compiling():
             return [written_term(surrogate, kl, *given, shares)]
         if way == COMPILED:

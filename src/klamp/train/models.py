@@ -11,6 +11,9 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from klamp.errors import ConfigError
+from klamp.heads.exact import head_kl
+from klamp.heads.logprobs import label_logprobs
+from klamp.objective.exact import exact_kl
 from klamp.train import family
 from klamp.train.states import (
     Logits,
@@ -25,6 +28,8 @@ from klamp.train.states import (
 from klamp.train.tokens import Tokens
 
 Labels = Int[Tensor, "B T"]
+Bias = Float[Tensor, "V"]
+HELD = 1 << 23  # logits, 32 MiB of them; where there would be more, they are made in tiles
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,14 +71,43 @@ class ValueFunction(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Reading:
+    """A network's states before each response token, and its logits where they are held."""
+
+    states: States | None
+    """None where logits are more than the head's, and nobody else asks for states."""
+    logits: Logits | None
+    head: Any
+    """What makes logits of states."""
+
+    @property
+    def tiled(self) -> bool:
+        """Whether logits are to be made a tile at a time."""
+        return self.logits is None
+
+    def seen(self) -> States:
+        """The states, where there are any."""
+        assert self.states is not None
+        return self.states
+
+    @property
+    def weight(self) -> Float[Tensor, "V H"]:
+        """The head's."""
+        return self.head.weight
+
+    @property
+    def bias(self) -> Bias | None:
+        """The head's, if it has one."""
+        return self.head.bias
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Forward:
     """What one pass over sequences gives, per response token."""
 
     logprobs: Float[Tensor, "B T"]
     entropy: Float[Tensor, "B T"]
-    values: Float[Tensor, "B T"] | None
-    distribution: Float[Tensor, "B T V"]
-    """Log-probs of the whole vocabulary, for the exact KL."""
+    reading: Reading
 
 
 def device_of(name: str) -> torch.device:
@@ -99,15 +133,22 @@ def forward(
     models: Models, network: Any, tokens: Tokens, temperature: float, *, entropy_grad: bool = False
 ) -> Forward:
     """One pass of the policy or the reference over whole sequences."""
-    asked = models.value is not None and models.value.trunk is None and network is models.policy
+    reading = read(models, network, tokens)
+    return told(reading, tokens.responses, temperature, entropy_grad=entropy_grad)
+
+
+def read(models: Models, network: Any, tokens: Tokens) -> Reading:
+    """The states of sequences, and their logits unless these are too many to hold."""
+    head = head_of(network)
     with casting(models):
-        if splits(network):
-            hidden = hidden_states(models, trunk_of(network), tokens)
-            logits = head_of(network)(hidden)
-        else:
-            logits, hidden = as_a_whole(network, tokens, asked)
-    values = read_values(models, hidden) if hidden is not None and asked else None
-    return told(logits, tokens.responses, values, temperature, entropy_grad=entropy_grad)
+        if not splits(network):
+            own = models.value is not None and models.value.trunk is None
+            logits, seen = as_a_whole(network, tokens, own and network is models.policy)
+            return Reading(states=seen, logits=logits, head=head)
+        found = hidden_states(models, trunk_of(network), tokens)
+        # An adapter, or whatever else stands in for the head, has more to say than its weight.
+        held = type(head) is not nn.Linear or tokens.responses.numel() * len(head.weight) <= HELD
+        return Reading(states=found, logits=head(found) if held else None, head=head)
 
 
 def hidden_states(models: Models, trunk: Any, tokens: Tokens) -> States:
@@ -127,28 +168,47 @@ def as_a_whole(network: Any, tokens: Tokens, asked: bool) -> tuple[Logits, State
 
 
 def told(
-    logits: Logits,
-    labels: Labels,
-    values: Float[Tensor, "B T"] | None,
-    temperature: float,
-    *,
-    entropy_grad: bool,
+    reading: Reading, labels: Labels, temperature: float, *, entropy_grad: bool = False
 ) -> Forward:
     """What logits say of the tokens that were chosen, and of those that were not."""
-    logits = logits.float() if temperature == 1.0 else logits.float() / temperature
-    distribution = logits.log_softmax(dim=-1)
+    if reading.tiled:
+        chosen, entropy = label_logprobs(
+            reading.seen(),
+            reading.weight,
+            labels,
+            bias=reading.bias,
+            temperature=temperature,
+            entropy_grad=entropy_grad,
+        )
+        return Forward(logprobs=chosen.float(), entropy=entropy.float(), reading=reading)
+    distribution = distribution_of(reading, temperature)
     chosen = distribution.gather(-1, labels[..., None]).squeeze(-1)
     with torch.set_grad_enabled(torch.is_grad_enabled() and entropy_grad):
         entropy = -(distribution.exp() * distribution).sum(dim=-1)
-    return Forward(logprobs=chosen, entropy=entropy, values=values, distribution=distribution)
+    return Forward(logprobs=chosen, entropy=entropy, reading=reading)
 
 
-def values_of(models: Models, tokens: Tokens, made: Forward | None) -> Float[Tensor, "B T"]:
-    """V before each response token: what the policy's pass gave, or a pass of its own trunk."""
+def distribution_of(reading: Reading, temperature: float) -> Logits:
+    """Log-probs of the whole vocabulary."""
+    logits = reading.head(reading.seen()) if reading.logits is None else reading.logits
+    return (logits.float() / temperature).log_softmax(dim=-1)
+
+
+def exact_kl_of(own: Reading, other: Reading, temperature: float) -> Float[Tensor, "B T"]:
+    """KL(own ‖ other) over the whole vocabulary."""
+    if own.tiled and other.tiled:
+        given = (own.seen(), own.weight, other.seen(), other.weight)
+        kl = head_kl(*given, bias=own.bias, ref_bias=other.bias, temperature=temperature)
+        return kl.float()
+    return exact_kl(distribution_of(own, temperature), distribution_of(other, temperature))
+
+
+def values_of(models: Models, tokens: Tokens, reading: Reading | None) -> Float[Tensor, "B T"]:
+    """V before each response token: by the policy's states, or those of a trunk of its own."""
     assert models.value is not None
     if models.value.trunk is None:
-        assert made is not None and made.values is not None
-        return made.values
+        assert reading is not None
+        return read_values(models, reading.seen())
     with casting(models):
         hidden = hidden_states(models, models.value.trunk, tokens)
     return read_values(models, hidden)

@@ -8,7 +8,6 @@ from jaxtyping import Float
 from torch import Tensor
 
 from klamp.errors import DataError
-from klamp.objective.exact import exact_kl
 from klamp.objective.objective import Objective
 from klamp.train import models as networks
 from klamp.train.models import Models
@@ -124,13 +123,14 @@ def observe(
         if out is not None:
             old[here] = out.logprobs
         if values is not None:
-            values[here] = networks.values_of(models, part, out)
+            reading = None if out is None else out.reading
+            values[here] = networks.values_of(models, part, reading)
         if ref is not None:
             with models.as_reference() as reference:
                 other = networks.forward(models, reference, part, temperature)
             ref[here] = other.logprobs
             if exact is not None and out is not None:
-                exact[here] = exact_kl(out.distribution, other.distribution)
+                exact[here] = networks.exact_kl_of(out.reading, other.reading, temperature)
     return Observed(old_logprobs=old, ref_logprobs=ref, values=values, exact_kl=exact)
 
 

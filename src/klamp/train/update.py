@@ -11,14 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from klamp.objective.exact import exact_kl
 from klamp.objective.metrics import Metric, merge, reduced
 from klamp.objective.objective import Objective
-from klamp.train import models as networks
 from klamp.train.comm import Comm
 from klamp.train.models import Models
+from klamp.train.passes import loss_of
 from klamp.train.settings import OptimizerSettings
 from klamp.train.tokens import Tokens, micro_batches
 from klamp.types import Batch, Targets
@@ -126,37 +124,23 @@ class Learner:
         self, tokens: Tokens, batch: Batch, targets: Targets, shares: Tensor, rows: Tensor
     ) -> tuple[Mapping[str, Metric], str | None]:
         """One forward and backward pass."""
-        part, width = tokens.select(rows), batch.mask.shape[1]
-        out = networks.forward(
+        part = tokens.select(rows)
+        width = part.mask.shape[1]  # what is beyond it is padding
+        mine = batch.select(rows).columns(width)
+        found = loss_of(
             self.models,
-            self.models.policy,
+            self.objective,
             part,
-            self.temperature,
-            entropy_grad=self.objective.entropy_coef is not None,
+            mine,
+            targets.select(rows).columns(width),
+            shares[rows, :width],
+            temperature=self.temperature,
         )
-        values = None if self.models.value is None else networks.values_of(self.models, part, out)
-        logprobs = wide(out.logprobs, width)
-        made = {
-            "values": None if values is None else wide(values, width),
-            "entropy": wide(out.entropy, width),
-            "exact_kl": self.exact_kl(part, out, width),
-        }
-        loss = self.objective.loss(
-            logprobs, batch.select(rows), targets.select(rows), shares[rows], **made
-        )
-        loss.loss.backward()
-        if bool(loss.loss.isfinite()):
-            return loss.metrics, None
-        suspects = {"logprobs": logprobs, **made, "loss": loss.loss}
-        return loss.metrics, first_bad(suspects, batch.mask[rows], rows)
-
-    def exact_kl(self, part: Tokens, out: networks.Forward, width: int) -> Tensor | None:
-        """The full-vocabulary KL of the current policy, where the objective is made of it."""
-        if self.objective.kl is None or self.objective.kl.estimator != "exact":
-            return None
-        with self.models.as_reference() as reference:
-            other = networks.forward(self.models, reference, part, self.temperature)
-        return wide(exact_kl(out.distribution, other.distribution), width)
+        loss = found.output.loss
+        loss.backward()
+        if bool(loss.isfinite()):
+            return found.output.metrics, None
+        return found.output.metrics, first_bad(found.suspects, mine.mask, rows)
 
     def share_gradients(self) -> None:
         """Gradients summed over processes: each holds its tokens' shares of one loss."""
@@ -214,11 +198,6 @@ def first_bad(
             row = row if rows is None else int(rows[row])
             return f"{name} at row {row}, position {position}"
     return None
-
-
-def wide(x: Tensor, width: int) -> Tensor:
-    """A narrower part, at the batch's width."""
-    return pad(x, (0, width - x.shape[1]))
 
 
 def summary(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
