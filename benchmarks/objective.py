@@ -170,6 +170,7 @@ class Work:
         self.shares = self.objective.shares(self.mask)
 
     def peer(self, function, kind):
+        """A peer's loss, backward and numbers."""
         mask = self.masks[kind]
 
         def run():
@@ -181,6 +182,7 @@ class Work:
         return run
 
     def ours(self, compiled=False, readable=False):
+        """Our loss, backward and numbers."""
         loss = self.objective.plain_loss if readable else self.objective.loss
         loss = self.objective.compiled_loss if compiled else loss
 

@@ -57,7 +57,7 @@ def test_each_log_prob_is_that_of_the_token_given_what_stands_before_it(paths, k
         plain = step_by_step(models.policy, PROMPTS[row], RESPONSES[row], temperature)
         length = len(RESPONSES[row])
         assert_close(out.logprobs[row, :length].double(), chosen(plain, RESPONSES[row]))
-        assert_close(distribution_of(out.reading, 1.0)[row, :length].double(), plain)
+        assert_close(distribution_of(out.reading, temperature)[row, :length].double(), plain)
         assert_close(out.entropy[row, :length].double(), -(plain.exp() * plain).sum(-1))
 
 

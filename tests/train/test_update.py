@@ -12,7 +12,7 @@ from helpers import assert_close
 from klamp.objective.losses import ValueLoss
 from klamp.objective.objective import Objective
 from klamp.train import models as networks
-from klamp.train.models import forward, read
+from klamp.train.models import read
 from klamp.train.settings import OptimizerSettings
 from klamp.train.states import head_of
 from klamp.train.tokens import micro_batches
