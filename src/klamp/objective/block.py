@@ -98,7 +98,7 @@ def ordinary(
     surrogate: ClippedSurrogate, kl: KLTerm | None, kl_coef: float, block: Block, at: Space
 ) -> Sums | None:
     """The block's sums, its gradient written; None where a clamp or worse is at work."""
-    torch.mul(block.shares, block.mask, out=at.share)
+    torch.mul(block.shares, at.active.copy_(block.mask), out=at.share)  # float by bool is slow
     tokens = float(torch.gt(at.share, 0, out=at.active).sum())
     torch.sub(block.logprobs, block.old, out=at.moved)
     if block.ref is None:

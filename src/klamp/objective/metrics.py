@@ -79,11 +79,18 @@ def reduced(metrics: Metrics, workers: Workers = ALONE) -> dict[str, float]:
     found = [metrics[n] for n in names]
     adds = [m.sum if m.kind in (MEAN, SUM) else 0.0 for m in found]
     tops = [_SIGNS[m.kind] * m.sum if m.kind in _SIGNS else 0.0 for m in found]
-    added = workers.sum(_packed([*adds, *(m.count for m in found)]))
-    numbers = torch.cat([added, workers.max(_packed(tops))]).tolist()
+    numbers = _together([*adds, *(m.count for m in found)], tops, workers)
     k = len(names)
     rows = zip(names, found, numbers[:k], numbers[k : 2 * k], numbers[2 * k :], strict=True)
     return {name: _number(m.kind, *parts) for name, m, *parts in rows}
+
+
+def _together(adds: list[Number], tops: list[Number], workers: Workers) -> list[float]:
+    """Sums and maxima over all workers."""
+    everywhere = (*adds, *tops)
+    if workers is ALONE and all(not isinstance(x, Tensor) or x.is_cpu for x in everywhere):
+        return [float(x) for x in everywhere]
+    return torch.cat([workers.sum(_packed(adds)), workers.max(_packed(tops))]).tolist()
 
 
 _SIGNS = {MAX: 1.0, MIN: -1.0}

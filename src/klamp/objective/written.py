@@ -92,7 +92,9 @@ def written_term(
 
 @lru_cache(maxsize=1)
 def _compiled() -> Any:
-    return torch.compile(sums, fullgraph=True)
+    # A product and a sum in one rounding: fewer instructions, and no less exact.
+    options = {"cpp.enable_floating_point_contract_flag": "fast"}
+    return torch.compile(sums, fullgraph=True, options=options)
 
 
 def sums(surrogate: ClippedSurrogate, kl: KLTerm | None, tokens: Tokens) -> tuple[Tensor, Tensor]:
