@@ -259,7 +259,7 @@ def run() -> Result:
 NOTES = (
     "loss, backward and the logged numbers on the host. Peers are re-statements: of TRL 1.16's "
     "loss from the installed package, of the others from what they are known to do, each with the "
-    "kind of mask that it holds; trlx's loss cannot be had without its value part. `klamp compiled` is "
-    "`objective.compiled_loss`, `klamp readable` is `objective.plain_loss`. The scratch that "
-    "`objective.loss` keeps between calls is counted in its memory."
+    "kind of mask that it holds; trlx's loss cannot be had without its value part. `klamp "
+    "compiled` is `objective.compiled_loss`, `klamp readable` is `objective.plain_loss`. The "
+    "scratch that `objective.loss` keeps between calls is counted in its memory."
 )

@@ -42,7 +42,7 @@ def held(log: RunLog) -> str:
     """The KL of the last steps, against its target where it has one."""
     kl = [value for _, value in log.series("critic/kl")]
     target = log.series("critic/kl_target")[-1][1]
-    if not any(kl):
+    if max(map(abs, kl)) < 1e-5:  # nothing but rounding
         return ""
     aim = f" (target {target:g})" if target else ""
     return f"; KL {mean(kl[-LAST:]):.2f}{aim}"
