@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from klamp.objective.kl import KLTerm
-from klamp.objective.logratio import EXCESS_LIMIT, LARGEST, LOG2_E, growth_and_ratio
+from klamp.objective.logratio import EXCESS_LIMIT, LARGEST, LOG2_E, growth
 from klamp.objective.losses import ClippedSurrogate
 
 
@@ -34,25 +34,26 @@ class Block(NamedTuple):
 
 
 class Space(NamedTuple):
-    """Rows of scratch as long as a block, and some of them together, as numbers or as bits."""
+    """Rows of scratch as long as a block, and some of them together."""
 
     share: Tensor
     weight: Tensor
     grown: Tensor
     """π_ref/π − 1."""
-    rho: Tensor
+    rise: Tensor
+    """ρ − 1; then ρ Â."""
     minus_d: Tensor
-    """log π_ref/π; then eˣ − 1 − x of it."""
+    """log π_ref/π in bits; then eˣ − 1 − x of it."""
     moved: Tensor
-    """log π/π_old; then eˣ − 1 − x of it."""
+    """log ρ in bits; then eˣ − 1 − x of it."""
     loose: Tensor
     up: Tensor
-    log_ratios: Tensor
-    ratios: Tensor
-    summed: Tensor
-    counted: Tensor
     active: Tensor
     """log₂ e where a token has a share, else 0: log-ratios are kept in bits, for 2ˣ."""
+    log_ratios: Tensor
+    rises: Tensor
+    summed: Tensor
+    counted: Tensor
 
 
 class Sums(NamedTuple):
@@ -83,14 +84,13 @@ class Sums(NamedTuple):
 
 def space(scratch: Tensor) -> Space:
     """The rows of a [9, width] tensor by what they are used for."""
-    share, weight, grown, rho, minus_d, moved, loose, up, active = scratch.unbind()
+    share, weight, grown, rise, minus_d, moved, loose, up, active = scratch.unbind()
     return Space(
-        *(share, weight, grown, rho, minus_d, moved, loose, up),
+        *(share, weight, grown, rise, minus_d, moved, loose, up, active),
         log_ratios=scratch[4:6],
-        ratios=scratch[2:4],
+        rises=scratch[2:4],
         summed=scratch[3:6],
         counted=scratch[6:8],
-        active=active,
     )
 
 
@@ -106,44 +106,47 @@ def ordinary(
     else:
         torch.sub(block.ref, block.logprobs, out=at.minus_d)
     at.log_ratios.mul_(at.active.mul_(LOG2_E))
-    lows = (at.log_ratios.amin(dim=1) / LOG2_E).tolist()
-    highs = (at.log_ratios.amax(dim=1) / LOG2_E).tolist()
-    if not _unclamped(surrogate, kl, lows, highs):
+    (least, most), (low, high) = _ends(at.minus_d), _ends(at.moved)
+    if not _unclamped(surrogate, kl, (least, most), (low, high)):
         return None
-    low, high = lows[1], highs[1]
+    ends = min(least, low), max(most, high)
     if tokens < len(at.share) and not low < 0.0 < high:  # a masked token's 0 is no extreme
-        low, high = _ends(at.moved[at.active > 0] / LOG2_E)
+        low, high = _ends(at.moved[at.active > 0])
     wants_d = kl is not None and _needs_log_ratio(kl)
     minus_d = at.minus_d / LOG2_E if wants_d else None
-    growth_and_ratio(at.log_ratios, min(lows), max(highs), out=at.ratios)
-    ratios, excess, moved = at.summed.sum(dim=1).tolist()
-    ratios -= len(at.share) - tokens
+    growth(at.log_ratios, *ends, out=at.rises)
+    rise, excess, moved = at.summed.sum(dim=1).tolist()
     gain, clipped_low, clipped_high = _gain(surrogate, block, at)
     if not math.isfinite(gain):
         return None
-    sums = (tokens, ratios, moved, clipped_low, clipped_high, gain)
+    sums = (tokens, tokens + rise, moved, clipped_low, clipped_high, gain)
     found = (0.0, 0.0) if kl is None else _penalty(kl, kl_coef, excess, minus_d, block, at)
     return None if found is None else Sums(*sums, *found, low=low, high=high)
 
 
 def _unclamped(
-    surrogate: ClippedSurrogate, kl: KLTerm | None, lows: list[float], highs: list[float]
+    surrogate: ClippedSurrogate,
+    kl: KLTerm | None,
+    of_minus_d: tuple[float, float],
+    of_log_rho: tuple[float, float],
 ) -> bool:
     """Whether all log-ratios are where nothing is clamped; NaN is not."""
     limit = min(surrogate.clamp_log_ratio, EXCESS_LIMIT)
     dual = math.inf if surrogate.dual is None else math.log(surrogate.dual)
-    inside = -limit <= lows[1] and highs[1] <= min(limit, dual)
+    inside = -limit <= of_log_rho[0] and of_log_rho[1] <= min(limit, dual)
     if kl is None or not inside:
         return inside
     (a, b), (c, d) = kl.bounds[kl.estimator], kl.bounds["coefficient"]
-    return -min(b, d, LARGEST) <= lows[0] and highs[0] <= -max(a, c, -EXCESS_LIMIT)
+    least, most = of_minus_d
+    return -min(b, d, LARGEST) <= least and most <= -max(a, c, -EXCESS_LIMIT)
 
 
-def _ends(x: Tensor) -> tuple[float, float]:
-    if not len(x):
+def _ends(bits: Tensor) -> tuple[float, float]:
+    """The least and the largest, in nats."""
+    if not len(bits):
         return math.inf, -math.inf
-    low, high = torch.aminmax(x)
-    return float(low), float(high)
+    low, high = torch.aminmax(bits)
+    return float(low) / LOG2_E, float(high) / LOG2_E
 
 
 def _needs_log_ratio(kl: KLTerm) -> bool:
@@ -156,15 +159,16 @@ def _gain(surrogate: ClippedSurrogate, block: Block, at: Space) -> tuple[float, 
 
     Leaves − w Â ρ in ``gradient``, 0 where it is binding.
     """
+    advantages = block.advantages
     torch.mul(at.share, block.corrections, out=at.weight).neg_()
-    clipped = torch.clamp(at.rho, 1.0 - surrogate.low, 1.0 + surrogate.high, out=at.up)
-    clipped.mul_(block.advantages)
-    plain = at.rho.mul_(block.advantages)
+    clipped = torch.clamp(at.rise, -surrogate.low, surrogate.high, out=at.up)
+    torch.addcmul(advantages, clipped, advantages, out=clipped)
+    plain = torch.addcmul(advantages, at.rise, advantages, out=at.rise)
     torch.le(plain, clipped, out=at.loose)
     gain = -float(torch.dot(torch.minimum(plain, clipped, out=clipped), at.weight))
     if block.gradient is not None:
         torch.mul(plain.mul_(at.loose), at.weight, out=block.gradient)
-    torch.gt(block.advantages, 0, out=at.up)
+    torch.gt(advantages, 0, out=at.up)
     loose, up = at.counted.sum(dim=1).tolist()
     high = up - float(torch.dot(at.up, at.loose))
     return gain, len(at.loose) - loose - high, high
@@ -185,8 +189,8 @@ def _penalty(
     if kl.gradient == "value" and kl.estimator == "k1":
         minus_c = at.grown.fill_(-1.0)
     elif kl.gradient == "sequence" and minus_d is not None and block.to_come is not None:
-        torch.mul(block.to_come, at.active, out=at.loose).mul_(1.0 / LOG2_E)
-        low, high = _ends(at.loose)
+        low, high = _ends(torch.mul(block.to_come, at.active, out=at.loose))
+        at.loose.mul_(1.0 / LOG2_E)
         limit = kl.clamp_to_come or LARGEST
         if not (-limit < low and high < limit):
             return None

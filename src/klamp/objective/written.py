@@ -93,7 +93,7 @@ def written_term(
 @lru_cache(maxsize=1)
 def _compiled() -> Any:
     # A product and a sum in one rounding: fewer instructions, and no less exact.
-    options = {"cpp.enable_floating_point_contract_flag": "fast"}
+    options: dict[str, Any] = {"cpp.enable_floating_point_contract_flag": "fast"}
     return torch.compile(sums, fullgraph=True, options=options)
 
 
@@ -143,7 +143,7 @@ def _policy(
         torch.where(active, rho, torch.inf).amin(dim=-1).amin(),
         *(low + high, low, high, dual_clips, _count(clamped)),
         _total(excess_near(far, bounded_ratio(far))),
-        _count(active & ~tokens.logprobs.isfinite()),
+        _count((raw - raw) != 0),  # which is NaN where raw is not finite
     ]
 
 
@@ -154,8 +154,7 @@ def _penalty(
     assert tokens.ref is not None
     low, high = kl.bounds[kl.estimator]
     raw = torch.where(active, tokens.logprobs - widen(tokens.ref), 0.0)
-    d = raw.clamp(low, high)
-    clamped = (raw < low) | (raw > high)
+    d, clamped = _clamped(raw, low, high)
     if kl.estimator == "k1":
         value, slope = d, torch.ones_like(d)
     elif kl.estimator == "k2":
@@ -167,9 +166,7 @@ def _penalty(
     if kl.gradient == "value":
         coefficient = slope if kl.clamp_gradient == "pass" else torch.where(clamped, 0.0, slope)
     else:
-        near, far = kl.bounds["coefficient"]
-        bounded = (raw < near) | (raw > far)
-        now = raw.clamp(near, far)
+        now, bounded = _clamped(raw, *kl.bounds["coefficient"])
         coefficient = now if kl.clamp_gradient == "pass" else torch.where(bounded, 0.0, now)
     if kl.gradient == "sequence":
         assert tokens.to_come is not None
@@ -179,6 +176,13 @@ def _penalty(
     penalty = tokens.kl_coef * _total(value * share)
     found = [penalty, _total(value), _count(clamped), _count(bounded)]
     return tokens.kl_coef * share * coefficient, found
+
+
+def _clamped(raw: PerToken, low: float, high: float) -> tuple[PerToken, TokenMask]:
+    """raw inside an interval, and where it was not; an end that nothing reaches costs nothing."""
+    if high >= LARGEST:
+        return raw.clamp(min=low), raw < low
+    return raw.clamp(low, high), (raw < low) | (raw > high)
 
 
 def _total(x: PerToken) -> Tensor:
