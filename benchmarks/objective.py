@@ -189,10 +189,12 @@ class Work:
         more = [(self.values, self.old, self.ref)] if function is trlx else []
 
         def run():
-            self.logp.grad = self.values.grad = None
             loss, logged = function(self.logp, self.old, self.ref, self.advantages, mask, *more)
             loss.backward()
-            return [x.item() for x in logged]
+            numbers = [x.item() for x in logged]
+            del loss, logged
+            self.logp.grad = self.values.grad = None  # each frees what is its own
+            return numbers
 
         return run
 
@@ -202,10 +204,12 @@ class Work:
         loss = self.objective.compiled_loss if compiled else loss
 
         def run():
-            self.logp.grad = None
             out = loss(self.logp, self.batch, self.targets, self.shares)
             out.loss.backward()
-            return reduced(out.metrics)
+            numbers = reduced(out.metrics)
+            del out
+            self.logp.grad = None
+            return numbers
 
         return run
 
