@@ -220,7 +220,7 @@ def measured(rows, width, repeats, goals):
     variants = {name: work.peer(*how) for name, how in PEERS.items()}
     variants |= {"klamp": work.ours(), "klamp compiled": work.ours(compiled=True)}
     variants["klamp readable"] = work.ours(readable=True)
-    seconds = interleaved(variants, rounds=15, repeats=repeats)
+    seconds = interleaved(variants, rounds=41, repeats=repeats)
     fastest = min(PEERS, key=seconds.__getitem__)
     lines: list[Line] = []
     for ours, goal in goals.items():

@@ -17,6 +17,8 @@ from klamp.objective.kl import KLTerm
 from klamp.objective.logratio import EXCESS_LIMIT, LARGEST, LOG2_E, growth
 from klamp.objective.losses import ClippedSurrogate
 
+ROWS = 7
+
 
 class Block(NamedTuple):
     """Some tokens in a row."""
@@ -45,11 +47,9 @@ class Space(NamedTuple):
     minus_d: Tensor
     """log π_ref/π in bits; then eˣ − 1 − x of it."""
     moved: Tensor
-    """log ρ in bits; then eˣ − 1 − x of it."""
-    loose: Tensor
-    up: Tensor
+    """log ρ in bits; then eˣ − 1 − x of it; then 1 where the clip is not binding."""
     active: Tensor
-    """log₂ e where a token has a share, else 0: log-ratios are kept in bits, for 2ˣ."""
+    """log₂ e where a token has a share, else 0: log-ratios are kept in bits, for 2ˣ. Then spare."""
     log_ratios: Tensor
     rises: Tensor
     summed: Tensor
@@ -83,14 +83,14 @@ class Sums(NamedTuple):
 
 
 def space(scratch: Tensor) -> Space:
-    """The rows of a [9, width] tensor by what they are used for."""
-    share, weight, grown, rise, minus_d, moved, loose, up, active = scratch.unbind()
+    """The rows of a [ROWS, width] tensor by what they are used for."""
+    share, weight, grown, rise, minus_d, moved, active = scratch.unbind()
     return Space(
-        *(share, weight, grown, rise, minus_d, moved, loose, up, active),
+        *(share, weight, grown, rise, minus_d, moved, active),
         log_ratios=scratch[4:6],
         rises=scratch[2:4],
         summed=scratch[3:6],
-        counted=scratch[6:8],
+        counted=scratch[5:7],
     )
 
 
@@ -159,19 +159,19 @@ def _gain(surrogate: ClippedSurrogate, block: Block, at: Space) -> tuple[float, 
 
     Leaves − w Â ρ in ``gradient``, 0 where it is binding.
     """
-    advantages = block.advantages
+    advantages, loose, spare = block.advantages, at.moved, at.active
     torch.mul(at.share, block.corrections, out=at.weight).neg_()
-    clipped = torch.clamp(at.rise, -surrogate.low, surrogate.high, out=at.up)
+    clipped = torch.clamp(at.rise, -surrogate.low, surrogate.high, out=spare)
     torch.addcmul(advantages, clipped, advantages, out=clipped)
     plain = torch.addcmul(advantages, at.rise, advantages, out=at.rise)
-    torch.le(plain, clipped, out=at.loose)
+    torch.le(plain, clipped, out=loose)
     gain = -float(torch.dot(torch.minimum(plain, clipped, out=clipped), at.weight))
     if block.gradient is not None:
-        torch.mul(plain.mul_(at.loose), at.weight, out=block.gradient)
-    torch.gt(advantages, 0, out=at.up)
-    loose, up = at.counted.sum(dim=1).tolist()
-    high = up - float(torch.dot(at.up, at.loose))
-    return gain, len(at.loose) - loose - high, high
+        torch.mul(plain.mul_(loose), at.weight, out=block.gradient)
+    up = torch.gt(advantages, 0, out=spare)
+    not_binding, ups = at.counted.sum(dim=1).tolist()
+    high = ups - float(torch.dot(up, loose))
+    return gain, len(loose) - not_binding - high, high
 
 
 def _penalty(
@@ -189,12 +189,12 @@ def _penalty(
     if kl.gradient == "value" and kl.estimator == "k1":
         minus_c = at.grown.fill_(-1.0)
     elif kl.gradient == "sequence" and minus_d is not None and block.to_come is not None:
-        low, high = _ends(torch.mul(block.to_come, at.active, out=at.loose))
-        at.loose.mul_(1.0 / LOG2_E)
+        ahead = torch.gt(at.share, 0, out=at.active).mul_(block.to_come)
+        low, high = torch.aminmax(ahead)
         limit = kl.clamp_to_come or LARGEST
-        if not (-limit < low and high < limit):
+        if not (-limit < float(low) and float(high) < limit):
             return None
-        minus_c = minus_d.sub_(at.loose)
+        minus_c = minus_d.sub_(ahead)
     if block.gradient is not None:
         block.gradient.addcmul_(minus_c, at.share, value=-kl_coef)
     return sums

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from klamp.objective.block import Block, Space, Sums, ordinary, space
+from klamp.objective.block import ROWS, Block, Space, Sums, ordinary, space
 from klamp.objective.kl import KLTerm
 from klamp.objective.losses import ClippedSurrogate, Surrogate
 from klamp.objective.metrics import MAX, MIN, SUM, Metric, merge
@@ -98,7 +98,7 @@ def _room(width: int, dtype: torch.dtype) -> Space:
     """Scratch of a block, kept by each thread: fresh pages would cost more than the arithmetic."""
     if getattr(_KEPT, "size", None) != (width, dtype):
         if getattr(_KEPT, "dtype", None) != dtype:
-            _KEPT.rows, _KEPT.dtype = torch.empty(9, BLOCK, dtype=dtype), dtype
+            _KEPT.rows, _KEPT.dtype = torch.empty(ROWS, BLOCK, dtype=dtype), dtype
         _KEPT.space = space(_KEPT.rows[:, :width])
         _KEPT.size = width, dtype
     return _KEPT.space
