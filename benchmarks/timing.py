@@ -19,13 +19,19 @@ class Line(NamedTuple):
     goal: str = ""
     """What was aimed at, such as ``≥ 4`` or ``≤ 0.1``; empty where a number is only shown."""
 
+    def shown(self) -> str:
+        """The ratio to three digits or so."""
+        return f"{self.ratio:.2f}" if self.ratio < 10 else f"{self.ratio:.1f}"
+
     def met(self) -> str:
-        """Whether the goal was reached in this run."""
+        """Whether the goal was reached in this run, by the digits that are shown."""
         if not self.goal:
             return ""
         sign, number = self.goal.split()
-        reached = self.ratio >= float(number) if sign == "≥" else self.ratio <= float(number)
-        return "yes" if reached else "no"
+        ratio = float(self.shown())
+        return (
+            "yes" if (ratio >= float(number) if sign == "≥" else ratio <= float(number)) else "no"
+        )
 
 
 class Result(NamedTuple):
@@ -65,7 +71,7 @@ def table(lines: list[Line]) -> str:
     head = "| work | variant | against | measure | ratio | goal | met |"
     rows = [head, "| --- | --- | --- | --- | ---: | --- | --- |"]
     for line in lines:
-        ratio = f"{line.ratio:.2f}" if line.ratio < 10 else f"{line.ratio:.1f}"
-        cells = (line.work, line.variant, line.against, line.measure, ratio, line.goal, line.met())
+        told = (line.work, line.variant, line.against, line.measure)
+        cells = (*told, line.shown(), line.goal, line.met())
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)

@@ -17,7 +17,7 @@ from klamp.objective.kl import KLTerm
 from klamp.objective.logratio import EXCESS_LIMIT, LARGEST, LOG2_E, growth
 from klamp.objective.losses import ClippedSurrogate
 
-ROWS = 7
+ROWS = 5
 
 
 class Block(NamedTuple):
@@ -36,24 +36,20 @@ class Block(NamedTuple):
 
 
 class Space(NamedTuple):
-    """Rows of scratch as long as a block, and some of them together."""
+    """Rows of scratch as long as a block, each for one thing after the other, some together."""
 
     share: Tensor
-    weight: Tensor
     grown: Tensor
     """π_ref/π − 1."""
     rise: Tensor
-    """ρ − 1; then ρ Â."""
+    """log₂ e where a token has a share, else 0; then ρ − 1; then ρ Â."""
     minus_d: Tensor
-    """log π_ref/π in bits; then eˣ − 1 − x of it."""
+    """log π_ref/π in bits, for 2ˣ; then eˣ − 1 − x of it; then spare."""
     moved: Tensor
     """log ρ in bits; then eˣ − 1 − x of it; then 1 where the clip is not binding."""
-    active: Tensor
-    """log₂ e where a token has a share, else 0: log-ratios are kept in bits, for 2ˣ. Then spare."""
     log_ratios: Tensor
     rises: Tensor
     summed: Tensor
-    counted: Tensor
 
 
 class Sums(NamedTuple):
@@ -84,44 +80,40 @@ class Sums(NamedTuple):
 
 def space(scratch: Tensor) -> Space:
     """The rows of a [ROWS, width] tensor by what they are used for."""
-    share, weight, grown, rise, minus_d, moved, active = scratch.unbind()
-    return Space(
-        *(share, weight, grown, rise, minus_d, moved, active),
-        log_ratios=scratch[4:6],
-        rises=scratch[2:4],
-        summed=scratch[3:6],
-        counted=scratch[5:7],
-    )
+    share, grown, rise, minus_d, moved = scratch.unbind()
+    together = {"log_ratios": scratch[3:5], "rises": scratch[1:3], "summed": scratch[2:5]}
+    return Space(share, grown, rise, minus_d, moved, **together)
 
 
 def ordinary(
     surrogate: ClippedSurrogate, kl: KLTerm | None, kl_coef: float, block: Block, at: Space
 ) -> Sums | None:
     """The block's sums, its gradient written; None where a clamp or worse is at work."""
-    torch.mul(block.shares, at.active.copy_(block.mask), out=at.share)  # float by bool is slow
-    tokens = float(torch.gt(at.share, 0, out=at.active).sum())
+    active = at.rise.copy_(block.mask)  # as numbers: a product with bools is slow
+    torch.mul(block.shares, active, out=at.share)
+    tokens = float(torch.gt(at.share, 0, out=active).sum())
     torch.sub(block.logprobs, block.old, out=at.moved)
     if block.ref is None:
         at.minus_d.zero_()
     else:
         torch.sub(block.ref, block.logprobs, out=at.minus_d)
-    at.log_ratios.mul_(at.active.mul_(LOG2_E))
+    at.log_ratios.mul_(active.mul_(LOG2_E))
     (least, most), (low, high) = _ends(at.minus_d), _ends(at.moved)
     if not _unclamped(surrogate, kl, (least, most), (low, high)):
         return None
     ends = min(least, low), max(most, high)
     if tokens < len(at.share) and not low < 0.0 < high:  # a masked token's 0 is no extreme
-        low, high = _ends(at.moved[at.active > 0])
-    wants_d = kl is not None and _needs_log_ratio(kl)
-    minus_d = at.minus_d / LOG2_E if wants_d else None
+        low, high = _ends(at.moved[active > 0])
+    minus_d = at.minus_d / LOG2_E if kl is not None and _needs_log_ratio(kl) else None
     growth(at.log_ratios, *ends, out=at.rises)
     rise, excess, moved = at.summed.sum(dim=1).tolist()
+    seen = (0.0, 0.0) if kl is None else _seen(kl, excess, minus_d, at)
     gain, clipped_low, clipped_high = _gain(surrogate, block, at)
-    if not math.isfinite(gain):
+    pulled = kl is None or _pull(kl, kl_coef, minus_d, block, at)
+    if not pulled or not math.isfinite(gain):
         return None
-    sums = (tokens, tokens + rise, moved, clipped_low, clipped_high, gain)
-    found = (0.0, 0.0) if kl is None else _penalty(kl, kl_coef, excess, minus_d, block, at)
-    return None if found is None else Sums(*sums, *found, low=low, high=high)
+    sums = (tokens, tokens + rise, moved, clipped_low, clipped_high, gain, *seen)
+    return Sums(*sums, low=low, high=high)
 
 
 def _unclamped(
@@ -159,42 +151,44 @@ def _gain(surrogate: ClippedSurrogate, block: Block, at: Space) -> tuple[float, 
 
     Leaves − w Â ρ in ``gradient``, 0 where it is binding.
     """
-    advantages, loose, spare = block.advantages, at.moved, at.active
-    torch.mul(at.share, block.corrections, out=at.weight).neg_()
+    advantages, loose, spare = block.advantages, at.moved, at.minus_d
+    weight = torch.empty_like(spare) if block.gradient is None else block.gradient
+    torch.mul(at.share, block.corrections, out=weight).neg_()
     clipped = torch.clamp(at.rise, -surrogate.low, surrogate.high, out=spare)
     torch.addcmul(advantages, clipped, advantages, out=clipped)
     plain = torch.addcmul(advantages, at.rise, advantages, out=at.rise)
     torch.le(plain, clipped, out=loose)
-    gain = -float(torch.dot(torch.minimum(plain, clipped, out=clipped), at.weight))
+    gain = -float(torch.dot(torch.minimum(plain, clipped, out=clipped), weight))
     if block.gradient is not None:
-        torch.mul(plain.mul_(loose), at.weight, out=block.gradient)
+        block.gradient.mul_(plain.mul_(loose))
     up = torch.gt(advantages, 0, out=spare)
-    not_binding, ups = at.counted.sum(dim=1).tolist()
+    ups, not_binding = at.log_ratios.sum(dim=1).tolist()  # of these two
     high = ups - float(torch.dot(up, loose))
     return gain, len(loose) - not_binding - high, high
 
 
-def _penalty(
-    kl: KLTerm, kl_coef: float, excess: float, minus_d: Tensor | None, block: Block, at: Space
-) -> tuple[float, float] | None:
-    """∑ KL and ∑ s · KL; adds β s c to ``gradient``. None where a sum to come is at its limit."""
-    total, value, minus_c = excess, at.minus_d, at.grown  # of k3
-    if minus_d is not None:
-        minus_c = minus_d
-        if kl.estimator == "k1":
-            total = float(torch.neg(minus_d, out=value).sum())
-        elif kl.estimator == "k2":
-            total = float(torch.mul(minus_d, minus_d, out=value).mul_(0.5).sum())
-    sums = total, float(torch.dot(value, at.share))
+def _seen(kl: KLTerm, excess: float, minus_d: Tensor | None, at: Space) -> tuple[float, float]:
+    """∑ KL and ∑ s · KL."""
+    total, value = excess, at.minus_d  # of k3
+    if kl.estimator == "k1" and minus_d is not None:
+        total = float(torch.neg(minus_d, out=value).sum())
+    elif kl.estimator == "k2" and minus_d is not None:
+        total = float(torch.mul(minus_d, minus_d, out=value).mul_(0.5).sum())
+    return total, float(torch.dot(value, at.share))
+
+
+def _pull(kl: KLTerm, kl_coef: float, minus_d: Tensor | None, block: Block, at: Space) -> bool:
+    """Add β s c to ``gradient``; False where a sum to come is at its limit."""
+    minus_c = at.grown if minus_d is None else minus_d
     if kl.gradient == "value" and kl.estimator == "k1":
         minus_c = at.grown.fill_(-1.0)
     elif kl.gradient == "sequence" and minus_d is not None and block.to_come is not None:
-        ahead = torch.gt(at.share, 0, out=at.active).mul_(block.to_come)
+        ahead = torch.gt(at.share, 0, out=at.grown).mul_(block.to_come)
         low, high = torch.aminmax(ahead)
         limit = kl.clamp_to_come or LARGEST
         if not (-limit < float(low) and float(high) < limit):
-            return None
+            return False
         minus_c = minus_d.sub_(ahead)
     if block.gradient is not None:
         block.gradient.addcmul_(minus_c, at.share, value=-kl_coef)
-    return sums
+    return True

@@ -20,7 +20,7 @@ from klamp.objective.metrics import MAX, MIN, SUM, Metric, merge
 from klamp.objective.terms import Attached, Term, kl_term, policy_term
 from klamp.types import Batch, PerToken, Targets
 
-BLOCK = 1 << 16
+BLOCK = 1 << 17
 
 
 def fits(logprobs: PerToken, batch: Batch, targets: Targets) -> bool:
