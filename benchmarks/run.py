@@ -10,7 +10,7 @@ import torch
 
 from benchmarks.timing import Line, Result, table
 
-SUBJECTS = (*("objective", "gae", "groups", "head", "exact_kl", "step", "growth", "startup"),)
+SUBJECTS = ("objective", "gae", "groups", "head", "exact_kl", "step", "growth", "startup")
 PACKAGES = ("torch", "transformers", "trl", "liger-kernel", "numpy")
 
 
@@ -36,9 +36,11 @@ def page(found: list[tuple[str, Result]]) -> str:
 HEAD = """# Results
 
 Written by `make bench`. Ratios in one run: CPU time of one thread, variants in turn in one process,
-medians; memory is the most that tensors held at once beyond what was there before the call. Freed
-memory is kept by the process, for all variants alike. Peers are the installed packages where a line
-says so; the others are our re-statement of the arithmetic that they do."""
+medians; memory is the most that tensors held at once beyond what was there before the call. The
+allocator is the system's with its usual settings, so that fresh memory costs what it costs in
+training; this, and the neighbours on a shared machine, move the ratios by a tenth or two between
+runs. Peers are the installed packages where a note says so; the others are our re-statement of the
+arithmetic that they do. Goals that were not met say so."""
 
 
 def machine() -> str:
