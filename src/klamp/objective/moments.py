@@ -12,6 +12,7 @@ from torch import Tensor
 from klamp.types import ALONE, Workers
 
 WITHOUT_FLOAT64 = ("mps",)
+CHUNK = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -91,16 +92,19 @@ def centred_moments(
     mean = total / count.clamp(min=1.0)
     centred = mean.index_select(0, segment)
     torch.sub(x, centred, out=centred)
-    m2 = workers.sum(_sums(centred.square(), place, n))
+    m2 = workers.sum(_sums(centred, place, n, squared=True))
     return SegmentMoments(count, mean, m2), centred
 
 
-def _sums(x: Tensor, place: Tensor, n: int) -> Tensor:
-    """∑ x at each of the first n places."""
-    zeros = x.new_zeros(n + 1)
+def _sums(x: Tensor, place: Tensor, n: int, *, squared: bool = False) -> Tensor:
+    """∑ x, or ∑ x², at each of the first n places."""
+    sums = x.new_zeros(n + 1)
     # Both are a plain loop on a CPU, of which scatter's is the shorter.
-    on_cpu = x.device.type == "cpu"
-    return (zeros.scatter_add_(0, place, x) if on_cpu else zeros.index_add_(0, place, x))[:n]
+    add = sums.scatter_add_ if x.is_cpu else sums.index_add_
+    # Squares of a part at a time stay in the processor's cache; all of them would be fresh memory.
+    for part, at in zip(x.split(CHUNK), place.split(CHUNK), strict=True):
+        add(0, at, part * part if squared else part)
+    return sums[:n]
 
 
 def moments(x: Tensor, valid: Tensor, workers: Workers = ALONE) -> SegmentMoments:
