@@ -178,6 +178,8 @@ def draw(curves: list[Curve], path: Path) -> None:
             linear = [1.0 if curve.goal == FLAT else n / start for n in curve.sizes]
             plot.loglog(curve.sizes, linear, "--", color="#888888", linewidth=0.9)
             plot.set_xticks(curve.sizes, [f"{n:,}" for n in curve.sizes], rotation=60, fontsize=7)
+            if curve.goal == FLAT:
+                plot.set_ylim(0.2, 5.0)
             plot.minorticks_off()
             plot.set_title(f"{curve.subject}\nby {curve.against}" if row == 0 else "", fontsize=9)
             plot.set_ylabel(f"{what}, smallest = 1" if column == 0 else "")

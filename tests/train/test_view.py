@@ -320,3 +320,8 @@ def test_an_error_ends_the_drawing_and_comes_through(terminal):
     with pytest.raises(ZeroDivisionError), Live(config(), PLACE) as live:
         raise ZeroDivisionError
     assert not live.live.is_started
+
+
+def test_rounding_below_zero_is_zero():
+    assert shown(-1e-9, "number") == "0.000"
+    assert shown(-0.0006, "number") == "-0.001"

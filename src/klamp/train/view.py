@@ -176,15 +176,17 @@ def plain_line(line: Step, steps: int) -> str:
         parts.append(f"held out {shown(m['eval/accuracy'], 'percent')} (greedy {greedy})")
     parts.append(f"reward {m['critic/score/mean']:.3f}")
     target = f" of {m['critic/kl_target']:g}" if m["critic/kl_target"] else ""
-    parts.append(f"KL {m['critic/kl']:.3f}{target}  β {m['critic/kl_coef']:.3f}")
+    kl = shown(m["critic/kl"], "number")
+    parts.append(f"KL {kl}{target}  β {m['critic/kl_coef']:.3f}")
     parts.append(f"clipped {shown(m.get('actor/clip_frac', 0.0), 'percent')}")
     parts.append(f"{m['time/tokens_per_second']:.0f} tokens/s")
     return "  ".join(parts)
 
 
 def shown(value: float, kind: str) -> str:
-    """A number as a person reads it."""
-    return {"percent": f"{100 * value:.1f} %", "count": f"{value:,.0f}"}.get(kind, f"{value:.3f}")
+    """A number as a person reads it: never as −0."""
+    number = f"{value:z.3f}"
+    return {"percent": f"{100 * value:.1f} %", "count": f"{value:,.0f}"}.get(kind, number)
 
 
 def sparkline(values: Sequence[float]) -> str:
