@@ -209,3 +209,18 @@ def test_the_gradient_can_be_asked_for_twice():
     once = x.grad.clone()
     (3.0 * out.loss).backward()
     torch.testing.assert_close(x.grad, 4.0 * once)
+
+
+@pytest.mark.parametrize("around", [torch.inference_mode, lambda: torch.device("meta")])
+def test_what_was_kept_from_elsewhere_does_not_harm_training(around):
+    """Scratch that is first made in inference mode, or under another default device."""
+    logprobs, batch, targets = case(0.2)
+    objective = klamp.Objective(kl=klamp.KLTerm())
+    shares = objective.shares(targets.mask)
+    wanted = outcome(objective.plain_loss, logprobs, batch, targets, shares)
+    fused._KEPT.__dict__.clear()
+    with around():
+        seen = objective.loss(logprobs, batch, targets, shares).loss
+    found = outcome(objective.loss, logprobs, batch, targets, shares)
+    assert float(seen) == pytest.approx(float(wanted[0]), abs=1e-5)
+    torch.testing.assert_close(found[1], wanted[1], rtol=1e-4, atol=1e-6)

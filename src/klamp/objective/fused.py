@@ -43,7 +43,7 @@ def fused_term(
     assert isinstance(surrogate, ClippedSurrogate)
     wants_gradient = logprobs.requires_grad and torch.is_grad_enabled()
     with torch.no_grad():
-        gradient = torch.empty(logprobs.shape, dtype=logprobs.dtype) if wants_gradient else None
+        gradient = logprobs.new_empty(logprobs.shape) if wants_gradient else None
         sums, odd = Sums(), list[Term]()
         for block, room in _blocks(kl, logprobs, batch, targets, shares, gradient):
             found = ordinary(surrogate, kl, targets.kl_coef, block, room)
@@ -88,19 +88,20 @@ def _blocks(
             to_come=None if targets.kl_to_come is None else part(targets.kl_to_come, start),
             gradient=None if gradient is None else part(gradient, start),
         )
-        yield block, _room(min(BLOCK, total - start), dtype)
+        yield block, _room(min(BLOCK, total - start), logprobs)
 
 
 _KEPT = threading.local()
 
 
-def _room(width: int, dtype: torch.dtype) -> Space:
+def _room(width: int, like: Tensor) -> Space:
     """Scratch of a block, kept by each thread: fresh pages would cost more than the arithmetic."""
-    if getattr(_KEPT, "size", None) != (width, dtype):
-        if getattr(_KEPT, "dtype", None) != dtype:
-            _KEPT.rows, _KEPT.dtype = torch.empty(ROWS, BLOCK, dtype=dtype), dtype
+    if getattr(_KEPT, "size", None) != (width, like.dtype):
+        if getattr(_KEPT, "dtype", None) != like.dtype:
+            with torch.inference_mode(mode=False):  # it may outlive the inference it was made in
+                _KEPT.rows, _KEPT.dtype = like.new_empty(ROWS, BLOCK), like.dtype
         _KEPT.space = space(_KEPT.rows[:, :width])
-        _KEPT.size = width, dtype
+        _KEPT.size = width, like.dtype
     return _KEPT.space
 
 
@@ -158,4 +159,4 @@ def _report(s: Sums, kl_coef: float, like: Tensor, *, with_kl: bool) -> Term:
             "actor/kl_clamp_frac": Metric(0.0, tokens),
             "actor/kl_coef_clamp_frac": Metric(0.0, tokens),
         }
-    return Term(torch.tensor(penalty - s.gain, dtype=like.dtype), metrics)
+    return Term(like.new_tensor(penalty - s.gain), metrics)

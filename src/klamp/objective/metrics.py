@@ -4,6 +4,7 @@ A mean of means is wrong as soon as two parts differ in size. A metric therefore
 count (or an extreme) until the very end, and one host sync turns all of them into numbers.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -117,11 +118,13 @@ def _joined(a: Metric, b: Metric) -> Metric:
     count = a.count + b.count
     if a.kind in (MEAN, SUM):
         return Metric(a.sum + b.sum, count, a.kind)
-    pick = torch.maximum if a.kind == MAX else torch.minimum
     if isinstance(a.sum, Tensor) and isinstance(b.sum, Tensor):
+        pick = torch.maximum if a.kind == MAX else torch.minimum
         return Metric(pick(a.sum, b.sum), count, a.kind)
-    ends = torch.tensor([float(a.sum), float(b.sum)], dtype=torch.float64)
-    return Metric(float(pick(*ends)), count, a.kind)  # which keeps NaN, as max() does not
+    ends = float(a.sum), float(b.sum)
+    if any(map(math.isnan, ends)):  # which max() and min() may lose
+        return Metric(math.nan, count, a.kind)
+    return Metric(max(ends) if a.kind == MAX else min(ends), count, a.kind)
 
 
 def _extreme(x: Tensor) -> Tensor:
