@@ -8,8 +8,9 @@ terms.
 
 import math
 import threading
-from collections.abc import Iterator
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,7 +21,7 @@ from klamp.objective.metrics import MAX, MIN, SUM, Metric, merge
 from klamp.objective.terms import Attached, Term, kl_term, policy_term
 from klamp.types import Batch, PerToken, Targets
 
-BLOCK = 1 << 17
+BLOCK = 1 << 15
 
 
 def fits(logprobs: PerToken, batch: Batch, targets: Targets) -> bool:
@@ -28,7 +29,10 @@ def fits(logprobs: PerToken, batch: Batch, targets: Targets) -> bool:
     if not logprobs.is_cpu or logprobs.dtype not in (torch.float32, torch.float64):
         return False
     given = (batch.old_logprobs, batch.ref_logprobs, targets.advantages, targets.corrections)
-    return all(x is None or x.dtype.itemsize <= logprobs.dtype.itemsize for x in given)
+    wider = logprobs.dtype == torch.float32 and any(
+        x is not None and x.dtype == torch.float64 for x in given
+    )
+    return not wider
 
 
 def fused_term(
@@ -41,22 +45,24 @@ def fused_term(
 ) -> Term:
     """The policy term and the KL term as one; ``token_wise`` and ``fits`` say for what."""
     assert isinstance(surrogate, ClippedSurrogate)
-    wants_gradient = logprobs.requires_grad and torch.is_grad_enabled()
-    with torch.no_grad():
-        gradient = logprobs.new_empty(logprobs.shape) if wants_gradient else None
-        sums, odd = Sums(), list[Term]()
-        for block, room in _blocks(kl, logprobs, batch, targets, shares, gradient):
+    gradient = None
+    if logprobs.requires_grad and torch.is_grad_enabled():
+        gradient = torch.empty_like(logprobs, memory_format=torch.contiguous_format)
+    sums, odd = Sums(), list[Term]()
+    with np.errstate(all="ignore"):  # what is masked may be rubbish
+        for block in _blocks(kl, logprobs, batch, targets, shares, gradient):
+            room = _room(len(block.mask), logprobs)
             found = ordinary(surrogate, kl, targets.kl_coef, block, room)
             if found is None:
                 odd.append(_by_terms(surrogate, kl, targets.kl_coef, block))
             else:
                 sums = sums.plus(found)
-        term = _report(sums, targets.kl_coef, logprobs, with_kl=kl is not None)
-        for other in odd:
-            term = Term(term.loss + other.loss, merge(term.metrics, other.metrics))
-    if gradient is not None:
-        term = Term(Attached.apply(logprobs, term.loss, gradient), term.metrics)
-    return term
+    loss, metrics = _report(sums, targets.kl_coef, with_kl=kl is not None)
+    for other in odd:
+        loss, metrics = loss + float(other.loss), merge(metrics, other.metrics)
+    if gradient is None:
+        return Term(logprobs.new_full((), loss), metrics)
+    return Term(Attached.apply(logprobs, loss, gradient), metrics)
 
 
 def _blocks(
@@ -66,29 +72,31 @@ def _blocks(
     targets: Targets,
     shares: PerToken,
     gradient: Tensor | None,
-) -> Iterator[tuple[Block, Space]]:
-    """The tokens, ``BLOCK`` at a time, in whatever row they are, with room to work in."""
+) -> list[Block]:
+    """The tokens, ``BLOCK`` at a time, in whatever row they are."""
     dtype, total = logprobs.dtype, logprobs.numel()
 
-    def part(x: Tensor, start: int) -> Tensor:
-        x = x.reshape(-1)
+    def array(x: Tensor | None) -> Any:
+        if x is None:
+            return None
         x = x if x.dtype in (dtype, torch.bool) else x.to(dtype)
-        return x if total <= BLOCK else x[start : start + BLOCK]
+        return (x.detach() if x.requires_grad else x).numpy().reshape(-1)
 
-    ref = None if kl is None else batch.ref_logprobs
-    for start in range(0, total, BLOCK):
-        block = Block(
-            logprobs=part(logprobs, start),
-            old=part(batch.old_logprobs, start),
-            advantages=part(targets.advantages, start),
-            corrections=part(targets.corrections, start),
-            shares=part(shares, start),
-            mask=part(targets.mask, start),
-            ref=None if ref is None else part(ref, start),
-            to_come=None if targets.kl_to_come is None else part(targets.kl_to_come, start),
-            gradient=None if gradient is None else part(gradient, start),
-        )
-        yield block, _room(min(BLOCK, total - start), logprobs)
+    whole = Block(
+        array(logprobs),
+        array(batch.old_logprobs),
+        array(targets.advantages),
+        array(targets.corrections),
+        array(shares),
+        array(targets.mask),
+        ref=None if kl is None else array(batch.ref_logprobs),
+        to_come=array(targets.kl_to_come),
+        gradient=array(gradient),
+    )
+    if total <= BLOCK:
+        return [whole]
+    cuts = [slice(start, start + BLOCK) for start in range(0, total, BLOCK)]
+    return [Block(*(None if x is None else x[cut] for x in whole)) for cut in cuts]
 
 
 _KEPT = threading.local()
@@ -99,32 +107,34 @@ def _room(width: int, like: Tensor) -> Space:
     if getattr(_KEPT, "size", None) != (width, like.dtype):
         if getattr(_KEPT, "dtype", None) != like.dtype:
             with torch.inference_mode(mode=False):  # it may outlive the inference it was made in
-                _KEPT.rows, _KEPT.dtype = like.new_empty(ROWS, BLOCK), like.dtype
-        _KEPT.space = space(_KEPT.rows[:, :width])
+                _KEPT.rows, _KEPT.dtype = like.new_empty(ROWS, BLOCK).numpy(), like.dtype
+                _KEPT.marks = like.new_empty(2, BLOCK, dtype=torch.bool).numpy()
+        _KEPT.space = space(_KEPT.rows[:, :width], _KEPT.marks[:, :width])
         _KEPT.size = width, like.dtype
     return _KEPT.space
 
 
 def _by_terms(surrogate: ClippedSurrogate, kl: KLTerm | None, kl_coef: float, block: Block) -> Term:
     """The same from ``policy_term`` and ``kl_term``, which know every case."""
-    one, mask, shares = block.shares.new_ones(1), block.mask[None], block.shares[None]
+    row = {k: None if x is None else torch.from_numpy(x)[None] for k, x in block._asdict().items()}
+    one, mask, shares = row["shares"].new_ones(1), row["mask"], row["shares"]
     batch = Batch(
         mask=mask,
         scores=one,
         groups=one.long(),
-        old_logprobs=block.old[None],
-        ref_logprobs=None if block.ref is None else block.ref[None],
+        old_logprobs=row["old"],
+        ref_logprobs=row["ref"],
     )
     targets = Targets(
         mask=mask,
         weights=one,
-        advantages=block.advantages[None],
-        corrections=block.corrections[None],
+        advantages=row["advantages"],
+        corrections=row["corrections"],
         kl_coef=kl_coef,
-        kl_to_come=None if block.to_come is None else block.to_come[None],
+        kl_to_come=row["to_come"],
     )
     with torch.enable_grad():
-        logprobs = block.logprobs[None].detach().requires_grad_(block.gradient is not None)
+        logprobs = row["logprobs"].requires_grad_(block.gradient is not None)
         given = (logprobs, batch, targets, mask & (shares > 0), shares)
         terms = [policy_term(surrogate, *given)]
         if kl is not None:
@@ -132,13 +142,13 @@ def _by_terms(surrogate: ClippedSurrogate, kl: KLTerm | None, kl_coef: float, bl
         loss = torch.stack([term.loss for term in terms]).sum()
     if block.gradient is not None:
         (gradient,) = torch.autograd.grad(loss, logprobs)
-        block.gradient.copy_(gradient[0])
+        row["gradient"].copy_(gradient)
     return Term(loss.detach(), {k: m for term in terms for k, m in term.metrics.items()})
 
 
-def _report(s: Sums, kl_coef: float, like: Tensor, *, with_kl: bool) -> Term:
+def _report(s: Sums, kl_coef: float, *, with_kl: bool) -> tuple[float, dict[str, Metric]]:
     """The loss and the metrics of blocks in which nothing was clamped."""
-    tokens, penalty = s.tokens, kl_coef * s.kl_share
+    tokens, penalty, none = s.tokens, kl_coef * s.kl_share, Metric(0.0, s.tokens)
     metrics = {
         "actor/pg_loss": Metric(-s.gain, 1.0, SUM),
         "actor/ratio_mean": Metric(s.ratio, tokens),
@@ -147,16 +157,13 @@ def _report(s: Sums, kl_coef: float, like: Tensor, *, with_kl: bool) -> Term:
         "actor/clip_frac": Metric(s.clipped_low + s.clipped_high, tokens),
         "actor/clip_frac_low": Metric(s.clipped_low, tokens),
         "actor/clip_frac_high": Metric(s.clipped_high, tokens),
-        "actor/dual_clip_frac": Metric(0.0, tokens),
-        "actor/ratio_clamp_frac": Metric(0.0, tokens),
+        "actor/dual_clip_frac": none,
+        "actor/ratio_clamp_frac": none,
         "actor/old_kl": Metric(s.moved, tokens),
         "actor/nonfinite_tokens": Metric(0.0, 1.0, SUM),
     }
     if with_kl:
-        metrics |= {
-            "actor/kl_loss": Metric(penalty, 1.0, SUM),
-            "actor/kl": Metric(s.kl, tokens),
-            "actor/kl_clamp_frac": Metric(0.0, tokens),
-            "actor/kl_coef_clamp_frac": Metric(0.0, tokens),
-        }
-    return Term(like.new_tensor(penalty - s.gain), metrics)
+        metrics["actor/kl_loss"] = Metric(penalty, 1.0, SUM)
+        metrics["actor/kl"] = Metric(s.kl, tokens)
+        metrics["actor/kl_clamp_frac"] = metrics["actor/kl_coef_clamp_frac"] = none
+    return penalty - s.gain, metrics

@@ -7,6 +7,7 @@ reach neither a value nor a gradient.
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,7 @@ LARGEST = 1e15
 """No log-prob or log-ratio counts for more; its square is still a float32."""
 
 Bounds = tuple[float, float]
+Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class LogRatio(NamedTuple):
@@ -112,20 +114,19 @@ def excess_near(x: Tensor, power: Tensor) -> Tensor:
 
 SMALL = 0.0625
 """Where all x are smaller, eˣ − 1 by way of eˣ would lose digits."""
-LOG2_E = 1.4426950408889634
 
 
-def growth(bits: Tensor, low: float, high: float, *, out: Tensor) -> None:
-    """eˣ − 1 into ``out`` for x = bits · log 2 between low and high; bits becomes eˣ − 1 − x.
+def growth(x: Array, *, near: bool, out: Array) -> None:
+    """eˣ − 1 into ``out``, and x becomes eˣ − 1 − x; ``near``: no |x| is above ``SMALL``.
 
-    On the CPU 2ˣ takes a third of the time that expm1 takes.
+    In numpy, whose exp has vector instructions on every x86 and is faster than its expm1 there.
     """
-    if low > -SMALL and high < SMALL:
-        torch.expm1(bits.mul_(1.0 / LOG2_E), out=out)
-        torch.sub(out, bits, out=bits)
+    if near:
+        np.expm1(x, out=out)
     else:
-        torch.exp2(bits, out=out).sub_(1.0)
-        torch.sub(out, bits, alpha=1.0 / LOG2_E, out=bits)
+        np.exp(x, out=out)
+        out -= 1.0
+    np.subtract(out, x, out=x)
 
 
 def straight_through(x: Tensor) -> Tensor:

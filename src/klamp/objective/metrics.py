@@ -74,27 +74,32 @@ def reduced(metrics: Metrics, workers: Workers = ALONE) -> dict[str, float]:
 
     Every worker must hold the same names.
     """
-    if not metrics:
-        return {}
     names = sorted(metrics)
     found = [metrics[n] for n in names]
+    if workers is ALONE and all(map(_at_hand, found)):
+        numbers = [_number(m.kind, float(m.sum), float(m.count)) for m in found]
+        return dict(zip(names, numbers, strict=True))
     adds = [m.sum if m.kind in (MEAN, SUM) else 0.0 for m in found]
     tops = [_SIGNS[m.kind] * m.sum if m.kind in _SIGNS else 0.0 for m in found]
-    numbers = _together([*adds, *(m.count for m in found)], tops, workers)
+    sums = workers.sum(_packed([*adds, *(m.count for m in found)]))
+    numbers = torch.cat([sums, workers.max(_packed(tops))]).tolist()
     k = len(names)
     rows = zip(names, found, numbers[:k], numbers[k : 2 * k], numbers[2 * k :], strict=True)
-    return {name: _number(m.kind, *parts) for name, m, *parts in rows}
-
-
-def _together(adds: list[Number], tops: list[Number], workers: Workers) -> list[float]:
-    """Sums and maxima over all workers."""
-    everywhere = (*adds, *tops)
-    if workers is ALONE and all(not isinstance(x, Tensor) or x.is_cpu for x in everywhere):
-        return [float(x) for x in everywhere]
-    return torch.cat([workers.sum(_packed(adds)), workers.max(_packed(tops))]).tolist()
+    return {
+        name: _number(m.kind, _SIGNS[m.kind] * top if m.kind in _SIGNS else total, count)
+        for name, m, total, count, top in rows
+    }
 
 
 _SIGNS = {MAX: 1.0, MIN: -1.0}
+
+
+def _at_hand(metric: Metric) -> bool:
+    """Whether looking at its parts needs no device."""
+    total, count = metric.sum, metric.count
+    return (not isinstance(total, Tensor) or total.is_cpu) and (
+        not isinstance(count, Tensor) or count.is_cpu
+    )
 
 
 def _packed(numbers: Sequence[Number]) -> Tensor:
@@ -106,12 +111,12 @@ def _packed(numbers: Sequence[Number]) -> Tensor:
     return torch.stack([x.to(wide_dtype(x)) for x in tensors])
 
 
-def _number(kind: str, total: float, count: float, top: float) -> float:
+def _number(kind: str, value: float, count: float) -> float:
     if kind == SUM:
-        return total
+        return value
     if count == 0:
         return 0.0
-    return {MEAN: total / count, MAX: top, MIN: -top}[kind]
+    return value / count if kind == MEAN else value
 
 
 def _joined(a: Metric, b: Metric) -> Metric:

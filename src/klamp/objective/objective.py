@@ -209,10 +209,9 @@ class Objective:
             terms.append(entropy_term(self.entropy_coef, entropy, batch, targets, shares))
         if self.value_loss is not None:
             terms.append(value_term(self.value_loss, values, batch, targets, shares))
-        loss = terms[0].loss
+        loss, metrics = terms[0]
         for term in terms[1:]:
-            loss = loss + term.loss
-        metrics = {name: m for term in terms for name, m in term.metrics.items()}
+            loss, metrics = loss + term.loss, metrics | term.metrics
         return LossOutput(loss=loss, metrics=metrics)
 
     def to_dict(self) -> dict[str, Any]:

@@ -25,10 +25,10 @@ class Attached(torch.autograd.Function):
     """A loss whose gradient is already there."""
 
     @staticmethod
-    def forward(ctx: Any, logprobs: Tensor, loss: Tensor, gradient: Tensor) -> Tensor:
+    def forward(ctx: Any, logprobs: Tensor, loss: Tensor | float, gradient: Tensor) -> Tensor:
         """The loss."""
         ctx.save_for_backward(gradient)
-        return loss.clone()
+        return loss.clone() if isinstance(loss, Tensor) else logprobs.new_full((), loss)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
