@@ -18,6 +18,7 @@ import numpy as np
 from klamp.objective.kl import KLTerm
 from klamp.objective.logratio import EXCESS_LIMIT, LARGEST, SMALL, Array, growth
 from klamp.objective.losses import ClippedSurrogate
+from klamp.objective.sums import Sums
 
 ROWS = 6
 
@@ -59,32 +60,6 @@ class Space(NamedTuple):
     up: Array
 
 
-class Sums(NamedTuple):
-    """What ordinary blocks add to the loss and the metrics."""
-
-    tokens: float = 0.0
-    ratio: float = 0.0
-    moved: float = 0.0
-    """∑ (ρ − 1 − log ρ)."""
-    clipped_low: float = 0.0
-    clipped_high: float = 0.0
-    gain: float = 0.0
-    """∑ w · min(ρ Â, clip(ρ) Â)."""
-    kl: float = 0.0
-    kl_share: float = 0.0
-    """∑ s · KL."""
-    low: float = math.inf
-    """The smallest log ρ."""
-    high: float = -math.inf
-
-    def plus(self, other: "Sums") -> "Sums":
-        """Both together."""
-        if not self.tokens:
-            return other
-        sums = [a + b for a, b in zip(self[:-2], other[:-2], strict=True)]
-        return Sums(*sums, low=min(self.low, other.low), high=max(self.high, other.high))
-
-
 def space(rows: Array, marks: Array) -> Space:
     """The rows of [ROWS, width] numbers and [2, width] bools by what they are used for."""
     together = {"rises": rows[2:4], "log_ratios": rows[4:6], "summed": rows[3:6]}
@@ -106,12 +81,22 @@ def ordinary(
     minus_d = at.minus_d.copy() if kl is not None and _needs_log_ratio(kl) else None
     growth(at.log_ratios, near=near, out=at.rises)
     rise, excess, moved = np.dot(at.summed, at.active).tolist()
-    seen = (0.0, 0.0) if kl is None else _seen(kl, excess, minus_d, at)
-    gain, clipped_low, clipped_high = _gain(surrogate, block, at)
+    kl_sum, kl_share = (0.0, 0.0) if kl is None else _seen(kl, excess, minus_d, at)
+    gain, clipped, clipped_high = _gain(surrogate, block, at)
     if not _pull(kl, kl_coef, minus_d, block, at) or not math.isfinite(gain):
         return None
-    sums = (tokens, tokens + rise, moved, clipped_low, clipped_high, gain, *seen)
-    return Sums(*sums, low=low, high=high)
+    return Sums(
+        tokens=tokens,
+        gain=gain,
+        rise=rise,
+        moved=moved,
+        clipped=clipped,
+        clipped_high=clipped_high,
+        kl_share=kl_share,
+        kl=kl_sum,
+        low=math.exp(low),
+        high=math.exp(high),
+    )
 
 
 def _log_ratios(block: Block, at: Space) -> int:
@@ -157,8 +142,8 @@ def _needs_log_ratio(kl: KLTerm) -> bool:
     return kl.estimator != "k3" or kl.gradient != "value"
 
 
-def _gain(surrogate: ClippedSurrogate, block: Block, at: Space) -> tuple[float, float, float]:
-    """∑ w · min(ρ Â, clip(ρ) Â), and at how many tokens the clip is binding, low and high.
+def _gain(surrogate: ClippedSurrogate, block: Block, at: Space) -> tuple[float, int, int]:
+    """∑ w · min(ρ Â, clip(ρ) Â), and at how many tokens the clip is binding, and which high.
 
     Leaves w Â ρ in ``gradient``, 0 where it is binding.
     """
@@ -172,13 +157,12 @@ def _gain(surrogate: ClippedSurrogate, block: Block, at: Space) -> tuple[float, 
     np.less_equal(plain, clipped, out=loose)
     gain = float(np.dot(np.minimum(plain, clipped, out=clipped), weight))
     np.greater(np.greater(advantages, 0, out=up), loose, out=up)  # up and not loose
-    high = int(np.count_nonzero(up))
-    low = len(loose) - int(np.count_nonzero(loose)) - high
+    binding, high = len(loose) - int(np.count_nonzero(loose)), int(np.count_nonzero(up))
     if block.gradient is not None:
         np.copyto(at.moved, loose)
         plain *= at.moved
         weight *= plain
-    return gain, low, high
+    return gain, binding, high
 
 
 def _seen(kl: KLTerm, excess: float, minus_d: Array | None, at: Space) -> tuple[float, float]:

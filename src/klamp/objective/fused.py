@@ -6,7 +6,6 @@ and made together with the value, in blocks of tokens whose scratch stays in the
 terms.
 """
 
-import math
 import threading
 from typing import Any
 
@@ -14,10 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from klamp.objective.block import ROWS, Block, Space, Sums, ordinary, space
+from klamp.objective.block import ROWS, Block, Space, ordinary, space
 from klamp.objective.kl import KLTerm
 from klamp.objective.losses import ClippedSurrogate, Surrogate
-from klamp.objective.metrics import MAX, MIN, SUM, Metric, merge
+from klamp.objective.metrics import merge
+from klamp.objective.sums import Sums, plus, report
 from klamp.objective.terms import Attached, Term, kl_term, policy_term
 from klamp.types import Batch, PerToken, Targets
 
@@ -48,7 +48,7 @@ def fused_term(
     gradient = None
     if logprobs.requires_grad and torch.is_grad_enabled():
         gradient = torch.empty_like(logprobs, memory_format=torch.contiguous_format)
-    sums, odd = Sums(), list[Term]()
+    sums, odd = None, list[Term]()
     with np.errstate(all="ignore"):  # what is masked may be rubbish
         for block in _blocks(kl, logprobs, batch, targets, shares, gradient):
             room = _room(len(block.mask), logprobs)
@@ -56,8 +56,8 @@ def fused_term(
             if found is None:
                 odd.append(_by_terms(surrogate, kl, targets.kl_coef, block))
             else:
-                sums = sums.plus(found)
-    loss, metrics = _report(sums, targets.kl_coef, with_kl=kl is not None)
+                sums = plus(sums, found) if sums else found
+    loss, metrics = report(sums or Sums(), targets.kl_coef, with_kl=kl is not None)
     for other in odd:
         loss, metrics = loss + float(other.loss), merge(metrics, other.metrics)
     if gradient is None:
@@ -144,26 +144,3 @@ def _by_terms(surrogate: ClippedSurrogate, kl: KLTerm | None, kl_coef: float, bl
         (gradient,) = torch.autograd.grad(loss, logprobs)
         row["gradient"].copy_(gradient)
     return Term(loss.detach(), {k: m for term in terms for k, m in term.metrics.items()})
-
-
-def _report(s: Sums, kl_coef: float, *, with_kl: bool) -> tuple[float, dict[str, Metric]]:
-    """The loss and the metrics of blocks in which nothing was clamped."""
-    tokens, penalty, none = s.tokens, kl_coef * s.kl_share, Metric(0.0, s.tokens)
-    metrics = {
-        "actor/pg_loss": Metric(-s.gain, 1.0, SUM),
-        "actor/ratio_mean": Metric(s.ratio, tokens),
-        "actor/ratio_max": Metric(math.exp(s.high), tokens, MAX),
-        "actor/ratio_min": Metric(math.exp(s.low), tokens, MIN),
-        "actor/clip_frac": Metric(s.clipped_low + s.clipped_high, tokens),
-        "actor/clip_frac_low": Metric(s.clipped_low, tokens),
-        "actor/clip_frac_high": Metric(s.clipped_high, tokens),
-        "actor/dual_clip_frac": none,
-        "actor/ratio_clamp_frac": none,
-        "actor/old_kl": Metric(s.moved, tokens),
-        "actor/nonfinite_tokens": Metric(0.0, 1.0, SUM),
-    }
-    if with_kl:
-        metrics["actor/kl_loss"] = Metric(penalty, 1.0, SUM)
-        metrics["actor/kl"] = Metric(s.kl, tokens)
-        metrics["actor/kl_clamp_frac"] = metrics["actor/kl_coef_clamp_frac"] = none
-    return penalty - s.gain, metrics

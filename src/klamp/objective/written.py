@@ -13,27 +13,12 @@ from torch import Tensor
 from klamp.objective.kl import KLTerm
 from klamp.objective.logratio import LARGEST, RATIO_LIMIT, bounded_ratio, excess_near, widen
 from klamp.objective.losses import ClippedSurrogate, Surrogate
-from klamp.objective.metrics import MAX, MEAN, MIN, SUM, Metric
+from klamp.objective.sums import Sums, report
 from klamp.objective.terms import Attached, Term
-from klamp.types import Batch, PerToken, Targets, TokenMask
+from klamp.types import Batch, PerSequence, PerToken, Targets, TokenMask
 
-KINDS = {
-    "actor/pg_loss": SUM,
-    "actor/ratio_mean": MEAN,
-    "actor/ratio_max": MAX,
-    "actor/ratio_min": MIN,
-    "actor/clip_frac": MEAN,
-    "actor/clip_frac_low": MEAN,
-    "actor/clip_frac_high": MEAN,
-    "actor/dual_clip_frac": MEAN,
-    "actor/ratio_clamp_frac": MEAN,
-    "actor/old_kl": MEAN,
-    "actor/nonfinite_tokens": SUM,
-    "actor/kl_loss": SUM,
-    "actor/kl": MEAN,
-    "actor/kl_clamp_frac": MEAN,
-    "actor/kl_coef_clamp_frac": MEAN,
-}
+OF_POLICY = ("gain", "rise", "moved", "clipped", "clipped_high", "clamped", "nonfinite")
+OF_PENALTY = ("kl_share", "kl", "kl_clamped", "kl_bounded")
 
 
 class Tokens(NamedTuple):
@@ -47,9 +32,9 @@ class Tokens(NamedTuple):
     to_come: Tensor | None
     shares: Tensor
     mask: Tensor
+    """As bytes: a compiler reads bools one by one."""
+    weights: Tensor
     kl_coef: Tensor | float
-    rows: Tensor
-    """True for each row; see ``sums``."""
 
 
 def written_term(
@@ -72,22 +57,18 @@ def written_term(
         corrections=targets.corrections,
         to_come=targets.kl_to_come,
         shares=shares,
-        mask=targets.mask,
+        mask=targets.mask.view(torch.uint8),
+        weights=targets.weights,
         # As a tensor it may move without a new compilation.
-        kl_coef=logprobs.new_tensor(targets.kl_coef) if compiled else targets.kl_coef,
-        rows=targets.weights.isfinite(),
+        kl_coef=logprobs.new_full((), targets.kl_coef) if compiled else targets.kl_coef,
     )
-    function = _compiled() if compiled else sums
-    gradient, numbers = function(surrogate, kl, tokens)
+    gradient, numbers = (_compiled() if compiled else sums)(surrogate, kl, tokens)
     found = numbers.tolist() if numbers.is_cpu and compiled else numbers.unbind()
-    count = found[0]
-    names = [name for name in KINDS if kl is not None or not name.startswith("actor/kl")]
-    metrics = {
-        name: Metric(x, 1.0 if KINDS[name] == SUM else count, KINDS[name])
-        for name, x in zip(names, found[1:], strict=True)
-    }
-    loss = metrics["actor/pg_loss"].sum + (0.0 if kl is None else metrics["actor/kl_loss"].sum)
-    return Term(Attached.apply(logprobs, torch.as_tensor(loss).to(logprobs), gradient), metrics)
+    names = _names(surrogate, kl)
+    counted = Sums(**dict(zip(names, found, strict=True)))
+    loss, metrics = report(counted, targets.kl_coef, with_kl=kl is not None)
+    loss = loss.to(logprobs) if isinstance(loss, Tensor) else loss
+    return Term(Attached.apply(logprobs, loss, gradient), metrics)
 
 
 @lru_cache(maxsize=1)
@@ -97,59 +78,61 @@ def _compiled() -> Any:
     return torch.compile(sums, fullgraph=True, options=options)
 
 
+def _names(surrogate: ClippedSurrogate, kl: KLTerm | None) -> tuple[str, ...]:
+    """What ``sums`` returns, in its order."""
+    dual = () if surrogate.dual is None else ("dual",)
+    return ("tokens", *OF_POLICY, *dual, *(() if kl is None else OF_PENALTY), "high", "low")
+
+
 def sums(surrogate: ClippedSurrogate, kl: KLTerm | None, tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """The gradient, and the number of active tokens followed by each metric's sum.
+    """The gradient, and the numbers of ``Sums`` by ``_names``.
 
     A factor of 1 for each row keeps the gradient's loop one over rows and columns, like that of the
     sums: as one they read every input once, where a flat loop would be a second one.
     """
-    active = tokens.mask & (tokens.shares > 0)
+    active = (tokens.mask > 0) & (tokens.shares > 0)
     share = torch.where(active, tokens.shares, 0.0)
-    gradient, found = _policy(surrogate, tokens, active, share)
+    gradient, found, ends = _policy(surrogate, tokens, active, share)
     if kl is not None:
         more, others = _penalty(kl, tokens, active, share)
         gradient, found = gradient + more, [*found, *others]
-    numbers = torch.stack([x.to(torch.float64) for x in (_count(active), *found)])
-    return gradient * tokens.rows[:, None], numbers
+    rows = torch.stack([_along(active), *found]).sum(dim=-1, dtype=torch.float64)
+    high, minus_low = torch.stack(ends).amax(dim=-1).to(rows).unbind()
+    numbers = torch.cat([rows, torch.stack([high, -minus_low])])
+    return gradient * tokens.weights.isfinite()[:, None], numbers
 
 
 def _policy(
     surrogate: ClippedSurrogate, tokens: Tokens, active: TokenMask, share: PerToken
-) -> tuple[Tensor, list[Tensor]]:
+) -> tuple[Tensor, list[PerSequence], list[PerSequence]]:
     """−∑ w min(ρ Â, clip(ρ) Â); its derivative by log π is −w ρ Â where neither clip is binding."""
     limit = surrogate.clamp_log_ratio
     raw = torch.where(active, tokens.logprobs - widen(tokens.old), 0.0)
     near = raw.clamp(-limit, limit)
     rho, clamped = bounded_ratio(near), raw.abs() > limit
     far = raw.clamp(-RATIO_LIMIT, RATIO_LIMIT)  # as a rule the same, and then made once
-    advantages = torch.where(active, tokens.advantages, 0.0)
-    weight = torch.where(active, share * tokens.corrections, 0.0)
+    advantages = tokens.advantages
+    weighted = torch.where(active, share * tokens.corrections * advantages, 0.0)
     up = advantages > 0
     bound = torch.where(up, 1.0 + surrogate.high, 1.0 - surrogate.low)
-    plain = rho * advantages
-    binding = (rho - bound) * advantages > 0
-    gain = torch.where(binding, bound * advantages, plain)
-    stopped, dual_clips = binding | clamped, torch.zeros((), device=raw.device)
+    binding = (rho - bound) * advantages > 0  # not where masked: ρ is 1 there
+    kept, stopped = torch.where(binding, bound, rho), binding | clamped
+    more: list[TokenMask] = []
     if surrogate.dual is not None:
-        floor = surrogate.dual * advantages
-        dual = (advantages < 0) & (gain < floor)
-        gain, stopped, dual_clips = torch.where(dual, floor, gain), stopped | dual, _count(dual)
-    gradient = torch.where(stopped, 0.0, -weight * plain)
-    low, high = _count(binding & ~up), _count(binding & up)
-    return gradient, [
-        -_total(gain * weight),
-        _total(torch.where(active, rho, 0.0)),
-        torch.where(active, rho, -torch.inf).amax(dim=-1).amax(),
-        torch.where(active, rho, torch.inf).amin(dim=-1).amin(),
-        *(low + high, low, high, dual_clips, _count(clamped)),
-        _total(excess_near(far, bounded_ratio(far))),
-        _count((raw - raw) != 0),  # which is NaN where raw is not finite
-    ]
+        dual = active & (advantages < 0) & (kept > surrogate.dual)
+        kept, stopped, more = torch.where(dual, surrogate.dual, kept), stopped | dual, [dual]
+    gradient = torch.where(stopped, 0.0, -weighted * rho)
+    moved = excess_near(far, bounded_ratio(far))
+    odd = (raw - raw) != 0  # which is NaN where raw is not finite
+    counted = (kept * weighted, rho - 1.0, moved, binding, binding & up, clamped, odd, *more)
+    highest = torch.where(active, rho, -torch.inf).amax(dim=-1)
+    minus_lowest = torch.where(active, -rho, -torch.inf).amax(dim=-1)
+    return gradient, [_along(x) for x in counted], [highest, minus_lowest]
 
 
 def _penalty(
     kl: KLTerm, tokens: Tokens, active: TokenMask, share: PerToken
-) -> tuple[Tensor, list[Tensor]]:
+) -> tuple[Tensor, list[PerSequence]]:
     """β ∑ s KL; its derivative by log π is β s c."""
     assert tokens.ref is not None
     low, high = kl.bounds[kl.estimator]
@@ -173,8 +156,7 @@ def _penalty(
         limit = kl.clamp_to_come or LARGEST
         ahead = torch.where(active, tokens.to_come, 0.0).clamp(-limit, limit)
         coefficient, bounded = coefficient + ahead, bounded | (ahead.abs() >= limit)
-    penalty = tokens.kl_coef * _total(value * share)
-    found = [penalty, _total(value), _count(clamped), _count(bounded)]
+    found = [_along(x) for x in (value * share, value, clamped, bounded)]
     return tokens.kl_coef * share * coefficient, found
 
 
@@ -185,10 +167,6 @@ def _clamped(raw: PerToken, low: float, high: float) -> tuple[PerToken, TokenMas
     return raw.clamp(low, high), (raw < low) | (raw > high)
 
 
-def _total(x: PerToken) -> Tensor:
-    """∑ x: along rows first, which keeps the rounding of a plain sum small."""
-    return x.sum(dim=-1).sum()
-
-
-def _count(x: TokenMask) -> Tensor:
-    return x.to(torch.int32).sum(dim=-1, dtype=torch.int32).sum()
+def _along(x: PerToken | TokenMask) -> PerSequence:
+    """∑ over each row: rows first keeps the rounding small; counts are exact up to 2²⁴ tokens."""
+    return (x if x.is_floating_point() else x.to(torch.float32)).sum(dim=-1)
