@@ -21,7 +21,7 @@ from klamp.objective.sums import Sums, plus, report
 from klamp.objective.terms import Attached, Term, kl_term, policy_term
 from klamp.types import Batch, PerToken, Targets
 
-BLOCK = 1 << 15
+BLOCK = 1 << 16
 
 
 def fits(logprobs: PerToken, batch: Batch, targets: Targets) -> bool:
@@ -29,10 +29,9 @@ def fits(logprobs: PerToken, batch: Batch, targets: Targets) -> bool:
     if not logprobs.is_cpu or logprobs.dtype not in (torch.float32, torch.float64):
         return False
     given = (batch.old_logprobs, batch.ref_logprobs, targets.advantages, targets.corrections)
-    wider = logprobs.dtype == torch.float32 and any(
-        x is not None and x.dtype == torch.float64 for x in given
-    )
-    return not wider
+    return logprobs.dtype == torch.float64 or torch.float64 not in [
+        x.dtype for x in given if x is not None
+    ]
 
 
 def fused_term(
@@ -79,8 +78,8 @@ def _blocks(
     def array(x: Tensor | None) -> Any:
         if x is None:
             return None
-        x = x if x.dtype in (dtype, torch.bool) else x.to(dtype)
-        return (x.detach() if x.requires_grad else x).numpy().reshape(-1)
+        x = x.detach() if x.requires_grad else x
+        return (x if x.dtype is dtype or x.dtype is torch.bool else x.to(dtype)).numpy().reshape(-1)
 
     whole = Block(
         array(logprobs),
@@ -107,9 +106,10 @@ def _room(width: int, like: Tensor) -> Space:
     if getattr(_KEPT, "size", None) != (width, like.dtype):
         if getattr(_KEPT, "dtype", None) != like.dtype:
             with torch.inference_mode(mode=False):  # it may outlive the inference it was made in
-                _KEPT.rows, _KEPT.dtype = like.new_empty(ROWS, BLOCK).numpy(), like.dtype
-                _KEPT.marks = like.new_empty(2, BLOCK, dtype=torch.bool).numpy()
-        _KEPT.space = space(_KEPT.rows[:, :width], _KEPT.marks[:, :width])
+                _KEPT.numbers, _KEPT.dtype = like.new_empty(ROWS * BLOCK).numpy(), like.dtype
+                _KEPT.marks = like.new_empty(2 * BLOCK, dtype=torch.bool).numpy()
+        rows, marks = _KEPT.numbers[: ROWS * width], _KEPT.marks[: 2 * width]
+        _KEPT.space = space(rows.reshape(ROWS, width), marks.reshape(2, width))
         _KEPT.size = width, like.dtype
     return _KEPT.space
 

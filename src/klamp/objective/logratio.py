@@ -5,6 +5,7 @@ exp, and every clamp says which tokens it changed. ``inf · 0`` and NaN at a mas
 reach neither a value nor a gradient.
 """
 
+import sys
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -116,12 +117,13 @@ SMALL = 0.0625
 """Where all x are smaller, eˣ − 1 by way of eˣ would lose digits."""
 
 
-def growth(x: Array, *, near: bool, out: Array) -> None:
-    """eˣ − 1 into ``out``, and x becomes eˣ − 1 − x; ``near``: no |x| is above ``SMALL``.
+VECTOR_EXPM1 = sys.platform == "linux" and torch.backends.cpu.get_cpu_capability() == "AVX512"
+"""Whether numpy has expm1 in vector instructions, so that it is as fast as exp."""
 
-    In numpy, whose exp has vector instructions on every x86 and is faster than its expm1 there.
-    """
-    if near:
+
+def growth(x: Array, *, near: bool, out: Array) -> None:
+    """eˣ − 1 into ``out``, and x becomes eˣ − 1 − x; ``near``: no |x| is above ``SMALL``."""
+    if near or VECTOR_EXPM1:
         np.expm1(x, out=out)
     else:
         np.exp(x, out=out)

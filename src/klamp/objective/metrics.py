@@ -74,9 +74,11 @@ def reduced(metrics: Metrics, workers: Workers = ALONE) -> dict[str, float]:
 
     Every worker must hold the same names.
     """
+    if not metrics:
+        return {}
     names = sorted(metrics)
     found = [metrics[n] for n in names]
-    if workers is ALONE and all(map(_at_hand, found)):
+    if workers is ALONE and not any(_elsewhere(m.sum) or _elsewhere(m.count) for m in found):
         numbers = [_number(m.kind, float(m.sum), float(m.count)) for m in found]
         return dict(zip(names, numbers, strict=True))
     adds = [m.sum if m.kind in (MEAN, SUM) else 0.0 for m in found]
@@ -94,12 +96,9 @@ def reduced(metrics: Metrics, workers: Workers = ALONE) -> dict[str, float]:
 _SIGNS = {MAX: 1.0, MIN: -1.0}
 
 
-def _at_hand(metric: Metric) -> bool:
-    """Whether looking at its parts needs no device."""
-    total, count = metric.sum, metric.count
-    return (not isinstance(total, Tensor) or total.is_cpu) and (
-        not isinstance(count, Tensor) or count.is_cpu
-    )
+def _elsewhere(x: Number) -> bool:
+    """Whether looking at it would wait for a device."""
+    return isinstance(x, Tensor) and not x.is_cpu
 
 
 def _packed(numbers: Sequence[Number]) -> Tensor:
