@@ -3,7 +3,7 @@
 import torch
 from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
 
-from benchmarks.head import MANY, SIZES, WIDTHS, compared, inputs, padded
+from benchmarks.head import MANY, PRODUCTS, SIZES, WIDTHS, compared, inputs, padded, products
 from benchmarks.timing import Result
 from klamp.heads.exact import head_kl, head_kl_sum
 
@@ -40,6 +40,8 @@ def lines(vocabulary, features, lengths, said):
     if (vocabulary, features) == MANY:
         variants["head_kl"] = lambda: head_kl(*given).backward(weights)
         variants["TRL"] = lambda: trl_kl(*given).backward(weights)
+    if len(set(lengths)) == 1:
+        variants[PRODUCTS] = products(given[:2], given[2:])
     work = f"exact KL of two heads, V = {vocabulary}, H = {features}, {said}"
     return compared(work, data, variants, "head_kl_sum", ("≤ 0.7", "≤ 0.15"))
 

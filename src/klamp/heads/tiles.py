@@ -27,7 +27,7 @@ TILE_BYTES = 8 << 20
 """One tile. Two or three are at work at a time, and all of them fit a cache."""
 KEPT_BYTES = 32 << 20
 """All tiles of a block, where they are kept until its gradient is known; more with few rows."""
-TALLEST, SHORTEST, NARROWEST = 1024, 128, 256
+TALLEST, SHORTEST, NARROWEST = 1024, 256, 256
 ALIGNED = 64
 """Tiles as wide as a multiple of this: others made products a fifth slower."""
 
