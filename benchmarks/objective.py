@@ -244,7 +244,7 @@ def afresh(run):
 
 def run() -> Result:
     large, memory = measured(64, 4096, 5, {"klamp": "≥ 4", "klamp compiled": "≥ 8"})
-    small, _ = measured(8, 512, 20, {"klamp": "≥ 2"})
+    small, _ = measured(8, 512, 100, {"klamp": "≥ 2", "klamp compiled": ""})
     limits = {"klamp": "≤ 3.5", "klamp compiled": "≤ 2.5"}
     held = [
         Line(
@@ -261,8 +261,9 @@ def run() -> Result:
 
 
 NOTES = (
-    "loss, backward and the logged numbers on the host; each variant in turn makes 5 calls, 20 at "
-    "[8, 512], so that it is not the caches that another one left which are measured. Peers are "
+    "loss, backward and the logged numbers on the host; each variant in turn makes 5 calls, 100 at "
+    "[8, 512], so that it is not the caches that another one left which are measured (the first of "
+    "these 100 takes any variant, ours too, 0.5 to 0.7 ms). Peers are "
     "re-statements: of TRL 1.16's loss from the installed package, of the others from what they "
     "are known to do, each with the kind of mask that it holds; trlx's loss cannot be had without "
     "its value part. `klamp compiled` is `objective.compiled_loss`, `klamp readable` is "

@@ -10,7 +10,7 @@ import pytest
 SOURCE = Path(__file__).parents[1] / "src" / "klamp"
 FILES = sorted(SOURCE.rglob("*.py"))
 # Low to high; a layer that is not built yet has no files.
-LAYERS = ["errors", "types", "objective", "heads", "presets", "inspect", "train", "cli"]
+LAYERS = ["errors", "arrays", "types", "objective", "heads", "presets", "inspect", "train", "cli"]
 PURE = [p for p in FILES if p.relative_to(SOURCE).parts[0] in ("objective", "heads", "presets")]
 CORE = [p for p in FILES if p.relative_to(SOURCE).parts[0] in ("objective", "presets")]
 TRAIN = [p for p in FILES if p.relative_to(SOURCE).parts[0] in ("train", "inspect", "cli.py")]

@@ -1,6 +1,9 @@
 """The one-pass forms give what the formulae give: values, gradients and every metric."""
 
 import math
+import subprocess
+import sys
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -9,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import klamp
+from klamp import arrays
 from klamp.objective import fused
 from klamp.objective.metrics import reduced
 from klamp.objective.terms import token_wise, written_down
@@ -144,6 +148,47 @@ def test_any_block_size_gives_the_same(seed, block, spread):
     assert cut[2] == pytest.approx(whole[2], rel=1e-4, abs=1e-6)
 
 
+@pytest.mark.parametrize("vector", [False, True])
+@pytest.mark.parametrize("spread", [1e-4, 0.02, 0.3, 2.0])
+def test_either_way_to_the_exponential_gives_the_same(vector, spread, monkeypatch):
+    """What numpy has vector instructions for depends on the processor."""
+    monkeypatch.setattr(arrays, "VECTOR_EXPM1", vector)
+    agree(klamp.Objective(kl=klamp.KLTerm()), *case(spread), "fused")
+
+
+@pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
+def test_nothing_at_all_is_a_loss_of_zero(shape):
+    empty, rows = torch.zeros(shape), torch.zeros(shape[0])
+    batch = Batch(mask=empty > 0, scores=rows, groups=rows.long(), old_logprobs=empty)
+    targets = Targets(
+        mask=batch.mask, weights=rows, advantages=empty, corrections=empty, kl_coef=0.0
+    )
+    logprobs = empty.clone().requires_grad_()
+    out = klamp.Objective().loss(logprobs, batch, targets, empty)
+    out.loss.backward()
+    assert float(out.loss.detach()) == 0.0
+    assert logprobs.grad.shape == shape
+    assert set(reduced(out.metrics).values()) == {0.0}
+
+
+def test_a_warning_of_numpy_about_what_is_masked_reaches_nobody():
+    logprobs, batch, targets = case(0.1)
+    objective = klamp.Objective(kl=klamp.KLTerm())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        objective.loss(logprobs, batch, targets, objective.shares(targets.mask))
+
+
+def test_what_requires_a_gradient_by_mistake_is_read_all_the_same():
+    logprobs, batch, targets = case(0.1)
+    objective = klamp.Objective(kl=klamp.KLTerm())
+    shares = objective.shares(targets.mask)
+    wanted = outcome(objective.loss, logprobs, batch, targets, shares)
+    learning = replace(batch, ref_logprobs=batch.ref_logprobs.clone().requires_grad_())
+    found = outcome(objective.loss, logprobs, learning, targets, shares)
+    torch.testing.assert_close(found[1], wanted[1])
+
+
 def test_small_divergences_keep_their_digits():
     """k3 of 1e-4 is 5e-9: far below the rounding of e⁻ᵈ, from which it must not be made."""
     logprobs, batch, targets = case(0.0)
@@ -224,3 +269,31 @@ def test_what_was_kept_from_elsewhere_does_not_harm_training(around):
     found = outcome(objective.loss, logprobs, batch, targets, shares)
     assert float(seen) == pytest.approx(float(wanted[0]), abs=1e-5)
     torch.testing.assert_close(found[1], wanted[1], rtol=1e-4, atol=1e-6)
+
+
+def test_without_numpy_the_formulae_are_used_as_they_stand():
+    """In a process in which it cannot be imported, as where only torch and jaxtyping are."""
+    script = """
+import sys
+sys.modules["numpy"] = None
+import torch, klamp
+from klamp.objective.metrics import reduced
+torch.manual_seed(0)
+old = -torch.rand(4, 6)
+batch = klamp.Batch(mask=torch.ones(4, 6, dtype=torch.bool), scores=torch.rand(4),
+                    groups=torch.tensor([0, 0, 1, 1]), old_logprobs=old, ref_logprobs=old - 0.1)
+objective = klamp.Objective(kl=klamp.KLTerm())
+targets, _ = objective.prepare(batch, objective.init())
+logprobs = (old + 0.05).requires_grad_()
+out = objective.loss(logprobs, batch, targets, objective.shares(targets.mask))
+out.loss.backward()
+print(float(out.loss.detach()), float(logprobs.grad.norm()), reduced(out.metrics)["actor/kl"])
+"""
+    found = []
+    for code in (script, script.replace('sys.modules["numpy"] = None', "")):
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        found.append([float(x) for x in done.stdout.split()])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)

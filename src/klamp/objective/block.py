@@ -6,17 +6,15 @@ with c the coefficient of the KL term's gradient. Ordinary is a block in which n
 anything and every number is finite, also those that are masked: multiplying by 0 is ten times as
 fast as ``where`` on the CPU, and NaN survives it and is seen.
 
-In numpy, on the tensors' own memory: a call costs half of what it costs in torch, and with some
-thousand tokens the calls are all that there is.
+In numpy (``arrays.py`` says why), on the tensors' own memory.
 """
 
 import math
 from typing import NamedTuple
 
-import numpy as np
-
+from klamp.arrays import Array, np
 from klamp.objective.kl import KLTerm
-from klamp.objective.logratio import EXCESS_LIMIT, LARGEST, SMALL, Array, growth
+from klamp.objective.logratio import EXCESS_LIMIT, LARGEST, SMALL, growth
 from klamp.objective.losses import ClippedSurrogate
 from klamp.objective.sums import Sums
 

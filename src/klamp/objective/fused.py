@@ -9,10 +9,10 @@ terms.
 import threading
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from klamp.arrays import HAS_NUMPY, Array, np
 from klamp.objective.block import ROWS, Block, Space, ordinary, space
 from klamp.objective.kl import KLTerm
 from klamp.objective.losses import ClippedSurrogate, Surrogate
@@ -26,7 +26,7 @@ BLOCK = 1 << 16
 
 def fits(logprobs: PerToken, batch: Batch, targets: Targets) -> bool:
     """Whether the tensors are such that they can be worked on here."""
-    if not logprobs.is_cpu or logprobs.dtype not in (torch.float32, torch.float64):
+    if not HAS_NUMPY or not logprobs.is_cpu or logprobs.dtype not in (torch.float32, torch.float64):
         return False
     given = (batch.old_logprobs, batch.ref_logprobs, targets.advantages, targets.corrections)
     return logprobs.dtype == torch.float64 or torch.float64 not in [
@@ -60,7 +60,7 @@ def fused_term(
     for other in odd:
         loss, metrics = loss + float(other.loss), merge(metrics, other.metrics)
     if gradient is None:
-        return Term(logprobs.new_full((), loss), metrics)
+        return Term(logprobs.new_full((), float(loss)), metrics)
     return Term(Attached.apply(logprobs, loss, gradient), metrics)
 
 
@@ -92,10 +92,14 @@ def _blocks(
         to_come=array(targets.kl_to_come),
         gradient=array(gradient),
     )
-    if total <= BLOCK:
+    if 0 < total <= BLOCK:
         return [whole]
-    cuts = [slice(start, start + BLOCK) for start in range(0, total, BLOCK)]
-    return [Block(*(None if x is None else x[cut] for x in whole)) for cut in cuts]
+    return [_part(whole, slice(start, start + BLOCK)) for start in range(0, total, BLOCK)]
+
+
+def _part(block: Block, cut: slice) -> Block:
+    parts: list[Any] = [None if x is None else x[cut] for x in block]
+    return Block(*parts)
 
 
 _KEPT = threading.local()
@@ -116,25 +120,25 @@ def _room(width: int, like: Tensor) -> Space:
 
 def _by_terms(surrogate: ClippedSurrogate, kl: KLTerm | None, kl_coef: float, block: Block) -> Term:
     """The same from ``policy_term`` and ``kl_term``, which know every case."""
-    row = {k: None if x is None else torch.from_numpy(x)[None] for k, x in block._asdict().items()}
-    one, mask, shares = row["shares"].new_ones(1), row["mask"], row["shares"]
+    old, shares, mask = _row(block.old), _row(block.shares), _row(block.mask)
+    one = shares.new_ones(1)
     batch = Batch(
         mask=mask,
         scores=one,
         groups=one.long(),
-        old_logprobs=row["old"],
-        ref_logprobs=row["ref"],
+        old_logprobs=old,
+        ref_logprobs=None if block.ref is None else _row(block.ref),
     )
     targets = Targets(
         mask=mask,
         weights=one,
-        advantages=row["advantages"],
-        corrections=row["corrections"],
+        advantages=_row(block.advantages),
+        corrections=_row(block.corrections),
         kl_coef=kl_coef,
-        kl_to_come=row["to_come"],
+        kl_to_come=None if block.to_come is None else _row(block.to_come),
     )
     with torch.enable_grad():
-        logprobs = row["logprobs"].requires_grad_(block.gradient is not None)
+        logprobs = _row(block.logprobs).requires_grad_(block.gradient is not None)
         given = (logprobs, batch, targets, mask & (shares > 0), shares)
         terms = [policy_term(surrogate, *given)]
         if kl is not None:
@@ -142,5 +146,10 @@ def _by_terms(surrogate: ClippedSurrogate, kl: KLTerm | None, kl_coef: float, bl
         loss = torch.stack([term.loss for term in terms]).sum()
     if block.gradient is not None:
         (gradient,) = torch.autograd.grad(loss, logprobs)
-        row["gradient"].copy_(gradient)
+        _row(block.gradient).copy_(gradient)
     return Term(loss.detach(), {k: m for term in terms for k, m in term.metrics.items()})
+
+
+def _row(x: Array) -> Tensor:
+    """One row of tokens, in the same memory."""
+    return torch.from_numpy(x)[None]

@@ -5,13 +5,13 @@ exp, and every clamp says which tokens it changed. ``inf · 0`` and NaN at a mas
 reach neither a value nor a gradient.
 """
 
-import sys
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from klamp import arrays
+from klamp.arrays import Array, np
 from klamp.types import PerToken, TokenMask
 
 EXP_LIMIT = 80.0
@@ -28,7 +28,6 @@ LARGEST = 1e15
 """No log-prob or log-ratio counts for more; its square is still a float32."""
 
 Bounds = tuple[float, float]
-Array = np.ndarray[Any, np.dtype[Any]]
 
 
 class LogRatio(NamedTuple):
@@ -117,13 +116,9 @@ SMALL = 0.0625
 """Where all x are smaller, eˣ − 1 by way of eˣ would lose digits."""
 
 
-VECTOR_EXPM1 = sys.platform == "linux" and torch.backends.cpu.get_cpu_capability() == "AVX512"
-"""Whether numpy has expm1 in vector instructions, so that it is as fast as exp."""
-
-
 def growth(x: Array, *, near: bool, out: Array) -> None:
     """eˣ − 1 into ``out``, and x becomes eˣ − 1 − x; ``near``: no |x| is above ``SMALL``."""
-    if near or VECTOR_EXPM1:
+    if near or arrays.VECTOR_EXPM1:
         np.expm1(x, out=out)
     else:
         np.exp(x, out=out)
