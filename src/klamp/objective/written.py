@@ -13,6 +13,7 @@ from torch import Tensor
 from klamp.objective.kl import KLTerm
 from klamp.objective.logratio import LARGEST, RATIO_LIMIT, bounded_ratio, excess_near, widen
 from klamp.objective.losses import ClippedSurrogate, Surrogate
+from klamp.objective.moments import wide_dtype
 from klamp.objective.sums import Sums, report
 from klamp.objective.terms import Attached, Term
 from klamp.types import Batch, PerSequence, PerToken, Targets, TokenMask
@@ -96,9 +97,10 @@ def sums(surrogate: ClippedSurrogate, kl: KLTerm | None, tokens: Tokens) -> tupl
     if kl is not None:
         more, others = _penalty(kl, tokens, active, share)
         gradient, found = gradient + more, [*found, *others]
-    rows = torch.stack([_along(active), *found]).sum(dim=-1, dtype=torch.float64)
-    high, minus_low = torch.stack(ends).amax(dim=-1).to(rows).unbind()
-    numbers = torch.cat([rows, torch.stack([high, -minus_low])])
+    rows = torch.stack([_along(active), *found])
+    totals = rows.sum(dim=-1, dtype=wide_dtype(rows))
+    high, minus_low = torch.stack(ends).amax(dim=-1).to(totals).unbind()
+    numbers = torch.cat([totals, torch.stack([high, -minus_low])])
     return gradient * tokens.weights.isfinite()[:, None], numbers
 
 
