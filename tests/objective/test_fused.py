@@ -40,7 +40,7 @@ SURROGATES = {
 }
 
 
-def case(spread, rows=5, width=23, seed=0, dtype=torch.float32, reference=True):
+def case(spread, rows=5, width=23, seed=0, dtype=torch.float32, reference=True, rubbish=True):
     """A batch with padding, holes, a row without shares and rubbish where nothing is active."""
     g = torch.Generator().manual_seed(seed)
 
@@ -52,9 +52,10 @@ def case(spread, rows=5, width=23, seed=0, dtype=torch.float32, reference=True):
     logprobs = -noise().abs()
     old, ref = logprobs + spread * noise(), logprobs + spread * noise()
     advantages, corrections, to_come = noise(), noise().abs(), spread * noise()
-    rubbish = torch.tensor([math.nan, math.inf, -math.inf, 1e30], dtype=dtype)
-    for i, x in enumerate((logprobs, old, ref, advantages, corrections, to_come)):
-        x[~mask] = rubbish[(i + torch.arange(int((~mask).sum()))) % 4]
+    if rubbish:
+        worst = torch.tensor([math.nan, math.inf, -math.inf, 1e30], dtype=dtype)
+        for i, x in enumerate((logprobs, old, ref, advantages, corrections, to_come)):
+            x[~mask] = worst[(i + torch.arange(int((~mask).sum()))) % 4]
     corrections[mask & (torch.rand(rows, width, generator=g) < 0.2)] = 0.0
     weights = torch.rand(rows, generator=g, dtype=dtype)
     weights[-1] = 0.0
@@ -118,23 +119,65 @@ def test_one_pass_is_what_the_formulae_say(kl, surrogate, spread, form):
     agree(objective, *case(spread), form)
 
 
+@pytest.fixture
+def odd_blocks(monkeypatch):
+    """How many blocks were not ordinary."""
+    found, by_terms = [], fused._by_terms
+    monkeypatch.setattr(fused, "_by_terms", lambda *given: found.append(1) or by_terms(*given))
+    return found
+
+
+@pytest.mark.parametrize("spread", [0.0, 1e-4, 0.02, 0.2])
+@pytest.mark.parametrize("surrogate", SURROGATES)
+@pytest.mark.parametrize("kl", [None, *KLS])
+def test_ordinary_blocks_are_what_the_formulae_say(kl, surrogate, spread, odd_blocks):
+    chosen = SURROGATES[surrogate]
+    chosen = chosen if chosen.dual is None else replace(chosen, dual=3.0)  # which none reaches
+    objective = klamp.Objective(kl=KLS.get(kl), surrogate=chosen)
+    agree(objective, *case(spread, rubbish=False), "fused")
+    assert not odd_blocks
+
+
+@pytest.mark.parametrize("shift", [-0.3, 0.3])
+def test_an_extreme_is_one_of_an_active_token(shift, odd_blocks):
+    """Where all ratios are on one side of 1, the 1 of a masked token is neither end."""
+    logprobs, batch, targets = case(0.01, rubbish=False)
+    batch = replace(batch, old_logprobs=batch.old_logprobs + shift)
+    agree(klamp.Objective(kl=klamp.KLTerm()), logprobs, batch, targets, "fused")
+    assert not odd_blocks
+
+
+@pytest.mark.parametrize("name", ["advantages", "corrections", "kl_to_come"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_one_bad_number_makes_a_block_odd(name, bad, odd_blocks):
+    logprobs, batch, targets = case(0.1, rubbish=False)
+    x = getattr(targets, name).clone()
+    x[1:][~batch.mask[1:]] = bad
+    objective = klamp.Objective(kl=klamp.KLTerm(gradient="sequence", estimator="k3"))
+    agree(objective, logprobs, batch, replace(targets, **{name: x}), "fused")
+    assert odd_blocks
+
+
 @pytest.mark.parametrize("form", ["fused", "written"])
 @pytest.mark.parametrize("spread", [0.02, 0.3])
 def test_without_clamps_and_in_float64_to_many_digits(spread, form):
     objective = klamp.Objective(kl=klamp.KLTerm(gradient="sequence", estimator="k3"))
-    agree(objective, *case(spread, dtype=torch.float64), form, tolerance=1e-6)
+    for rubbish in (False, True):
+        given = case(spread, dtype=torch.float64, rubbish=rubbish)
+        agree(objective, *given, form, tolerance=1e-6)
 
 
 @pytest.mark.parametrize("form", ["fused", "written"])
 def test_a_batch_without_reference_and_without_kl(form):
-    agree(klamp.Objective(), *case(0.3, reference=False), form)
+    for rubbish in (False, True):
+        agree(klamp.Objective(), *case(0.3, reference=False, rubbish=rubbish), form)
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 10_000), st.integers(1, 40), st.sampled_from([1e-3, 0.1, 1.0]))
 def test_any_block_size_gives_the_same(seed, block, spread):
     objective = klamp.Objective(kl=klamp.KLTerm())
-    logprobs, batch, targets = case(spread, seed=seed)
+    logprobs, batch, targets = case(spread, seed=seed, rubbish=bool(seed % 2))
     shares = objective.shares(targets.mask, targets.weights)
     whole = outcome(objective.loss, logprobs, batch, targets, shares)
     usual = fused.BLOCK
@@ -153,7 +196,7 @@ def test_any_block_size_gives_the_same(seed, block, spread):
 def test_either_way_to_the_exponential_gives_the_same(vector, spread, monkeypatch):
     """What numpy has vector instructions for depends on the processor."""
     monkeypatch.setattr(arrays, "VECTOR_EXPM1", vector)
-    agree(klamp.Objective(kl=klamp.KLTerm()), *case(spread), "fused")
+    agree(klamp.Objective(kl=klamp.KLTerm()), *case(spread, rubbish=False), "fused")
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
@@ -191,7 +234,7 @@ def test_what_requires_a_gradient_by_mistake_is_read_all_the_same():
 
 def test_small_divergences_keep_their_digits():
     """k3 of 1e-4 is 5e-9: far below the rounding of e⁻ᵈ, from which it must not be made."""
-    logprobs, batch, targets = case(0.0)
+    logprobs, batch, targets = case(0.0, rubbish=False)
     batch = replace(batch, ref_logprobs=batch.old_logprobs - 1e-4)
     objective = klamp.Objective(kl=klamp.KLTerm())
     shares = objective.shares(targets.mask)
