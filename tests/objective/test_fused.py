@@ -138,6 +138,27 @@ def test_ordinary_blocks_are_what_the_formulae_say(kl, surrogate, spread, odd_bl
     assert not odd_blocks
 
 
+@pytest.mark.parametrize("form", ["fused", "written"])
+@pytest.mark.parametrize("rubbish", [False, True])
+def test_a_share_without_the_mask_counts_for_nothing(form, rubbish):
+    logprobs, batch, targets = case(0.1, rubbish=rubbish)
+    objective = klamp.Objective(kl=klamp.KLTerm())
+    function = objective.loss if form == "fused" else by_written(objective)
+    shares = torch.full_like(logprobs, 0.01)
+    found = outcome(function, logprobs, batch, targets, shares)
+    wanted = outcome(function, logprobs, batch, targets, torch.where(targets.mask, shares, 0.0))
+    assert found[2] == wanted[2]
+    torch.testing.assert_close(found[1], wanted[1])
+
+
+def test_wider_numbers_than_the_log_probs_go_by_the_formulae():
+    logprobs, batch, targets = case(0.1)
+    wide = replace(batch, old_logprobs=batch.old_logprobs.double())
+    assert fused.fits(logprobs, batch, targets)
+    assert not fused.fits(logprobs, wide, targets)
+    assert fused.fits(logprobs.double(), wide, targets)
+
+
 @pytest.mark.parametrize("shift", [-0.3, 0.3])
 def test_an_extreme_is_one_of_an_active_token(shift, odd_blocks):
     """Where all ratios are on one side of 1, the 1 of a masked token is neither end."""
@@ -232,8 +253,10 @@ def test_what_requires_a_gradient_by_mistake_is_read_all_the_same():
     torch.testing.assert_close(found[1], wanted[1])
 
 
-def test_small_divergences_keep_their_digits():
+@pytest.mark.parametrize("vector", [False, True])
+def test_small_divergences_keep_their_digits(vector, monkeypatch):
     """k3 of 1e-4 is 5e-9: far below the rounding of e⁻ᵈ, from which it must not be made."""
+    monkeypatch.setattr(arrays, "VECTOR_EXPM1", vector)
     logprobs, batch, targets = case(0.0, rubbish=False)
     batch = replace(batch, ref_logprobs=batch.old_logprobs - 1e-4)
     objective = klamp.Objective(kl=klamp.KLTerm())

@@ -121,7 +121,7 @@ def _policy(
     kept, stopped = torch.where(binding, bound, rho), binding | clamped
     more: list[TokenMask] = []
     if surrogate.dual is not None:
-        dual = active & (advantages < 0) & (kept > surrogate.dual)
+        dual = (advantages < 0) & (kept > surrogate.dual)  # above 1, so not where masked
         kept, stopped, more = torch.where(dual, surrogate.dual, kept), stopped | dual, [dual]
     gradient = torch.where(stopped, 0.0, -weighted * rho)
     moved = excess_near(far, bounded_ratio(far))
