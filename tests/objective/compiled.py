@@ -94,3 +94,19 @@ def test_a_moving_coefficient_does_not_compile_anew_each_batch():
     for i in range(8):
         compiled(replace(targets, kl_coef=0.05 + 0.01 * i))
     assert counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+def test_an_objective_too_many_is_no_error():
+    """Past torch's limit of compilations the same is done without one."""
+    chosen = next(v.values[0] for v in VARIANTS if v.id == "klamp-token_mean")
+    batch = make_batch()
+    logprobs = batch.old_logprobs + 0.1
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for low in (0.1, 0.2, 0.3):
+            objective = replace(chosen, surrogate=replace(chosen.surrogate, low=low))
+            targets, _ = objective.prepare(batch, objective.init())
+            shares = objective.shares(targets.mask, targets.weights)
+            found = objective.compiled_loss(logprobs, batch, targets, shares).loss
+            wanted = objective.plain_loss(logprobs, batch, targets, shares).loss
+            assert float(found) == pytest.approx(float(wanted), abs=1e-6)

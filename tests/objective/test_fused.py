@@ -33,11 +33,16 @@ KLS = {
     for gradient in ("value", "token", "sequence")
     for clamp in ("zero", "pass")
 }
+SEQUENCE = [name for name in KLS if "sequence" in name]
 SURROGATES = {
     "clip": klamp.ClippedSurrogate(low=0.2, high=0.3),
     "dual": klamp.ClippedSurrogate(low=0.2, high=0.3, dual=1.5),
     "clamp": klamp.ClippedSurrogate(clamp_log_ratio=0.7),
 }
+
+
+def unclamped(kl):
+    return replace(kl, clamp_log_ratio=None, clamp_value=None, clamp_to_come=None)
 
 
 def case(spread, rows=5, width=23, seed=0, dtype=torch.float32, reference=True, rubbish=True):
@@ -228,11 +233,12 @@ def test_nothing_at_all_is_a_loss_of_zero(shape):
         mask=batch.mask, weights=rows, advantages=empty, corrections=empty, kl_coef=0.0
     )
     logprobs = empty.clone().requires_grad_()
-    out = klamp.Objective().loss(logprobs, batch, targets, empty)
-    out.loss.backward()
-    assert float(out.loss.detach()) == 0.0
-    assert logprobs.grad.shape == shape
-    assert set(reduced(out.metrics).values()) == {0.0}
+    for function in (klamp.Objective().loss, klamp.Objective().compiled_loss):
+        out = function(logprobs, batch, targets, empty)
+        out.loss.backward()
+        assert float(out.loss.detach()) == 0.0
+        assert logprobs.grad.shape == shape
+        assert set(reduced(out.metrics).values()) == {0.0}
 
 
 def test_a_warning_of_numpy_about_what_is_masked_reaches_nobody():
@@ -278,6 +284,83 @@ def test_an_active_number_that_is_not_finite_is_counted(bad):
     assert fast[2]["actor/nonfinite_tokens"] == plain[2]["actor/nonfinite_tokens"] == 1.0
     assert fast[2] == pytest.approx(plain[2], rel=1e-4, abs=1e-6, nan_ok=True)
     torch.testing.assert_close(fast[1], plain[1], equal_nan=True, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("kl", [None, "k3-value-zero", "k3-value-pass", "k1-token-zero", *SEQUENCE])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -1e16, 1e16])
+@pytest.mark.parametrize("form", ["fused", "written"])
+def test_a_log_prob_that_is_no_number_moves_nothing(form, bad, kl):
+    logprobs, batch, targets = case(0.1)
+    logprobs[0, 0] = bad
+    for term in (KLS.get(kl), None if kl is None else unclamped(KLS[kl])):
+        objective = klamp.Objective(kl=term)
+        shares = objective.shares(targets.mask)
+        function = objective.loss if form == "fused" else by_written(objective)
+        found = outcome(function, logprobs, batch, targets, shares)
+        wanted = outcome(objective.plain_loss, logprobs, batch, targets, shares)
+        torch.testing.assert_close(found[1], wanted[1], equal_nan=True, rtol=1e-4, atol=1e-7)
+        assert found[2] == pytest.approx(wanted[2], rel=1e-4, abs=1e-6, nan_ok=True)
+
+
+@pytest.mark.parametrize("form", ["fused", "written"])
+@pytest.mark.parametrize("shift", [30.0, -30.0])
+def test_a_wider_clamp_of_the_surrogate_is_not_one_of_what_is_watched(form, shift):
+    logprobs, batch, targets = case(0.1, rubbish=False)
+    batch = replace(batch, old_logprobs=batch.old_logprobs - shift)
+    surrogate = klamp.ClippedSurrogate(clamp_log_ratio=80.0)
+    agree(klamp.Objective(surrogate=surrogate), logprobs, batch, targets, form)
+
+
+@pytest.mark.parametrize("form", ["fused", "written"])
+def test_a_loss_beyond_its_range_is_infinite(form):
+    logprobs, batch, targets = case(0.0, rubbish=False)
+    targets = replace(targets, advantages=torch.full_like(logprobs, 3e38))
+    objective = klamp.Objective(reduction="sequence_sum")
+    shares = torch.ones_like(logprobs)
+    function = objective.loss if form == "fused" else by_written(objective)
+    assert float(function(logprobs, batch, targets, shares).loss) == -math.inf
+
+
+@pytest.mark.parametrize("form", ["fused", "written"])
+@pytest.mark.parametrize("coef", [math.inf, math.nan, 1e39])
+def test_without_a_kl_its_coefficient_is_nothing(form, coef):
+    logprobs, batch, targets = case(0.1, rubbish=False)
+    agree(klamp.Objective(), logprobs, batch, replace(targets, kl_coef=coef), form)
+
+
+@pytest.mark.parametrize("form", ["fused", "written"])
+def test_a_clipped_token_has_no_gradient_however_large_its_gain(form):
+    logprobs, batch, targets = case(0.0, rubbish=False)
+    batch.old_logprobs[0, 0] -= 19.8
+    targets.advantages[0, 0] = 1e30
+    objective = klamp.Objective()
+    shares = objective.shares(targets.mask)
+    function = objective.loss if form == "fused" else by_written(objective)
+    found = outcome(function, logprobs, batch, targets, shares)[1]
+    wanted = outcome(objective.plain_loss, logprobs, batch, targets, shares)[1]
+    assert found[0, 0] == 0.0
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("form", ["fused", "written"])
+def test_the_default_dtype_has_no_say(form):
+    logprobs, batch, targets = case(0.3)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        agree(klamp.Objective(kl=klamp.KLTerm()), logprobs, batch, targets, form)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("form", ["fused", "written"])
+def test_weights_are_in_the_shares_alone(form):
+    logprobs, batch, targets = case(0.1)
+    objective = klamp.Objective()
+    shares = objective.shares(targets.mask)
+    function = objective.loss if form == "fused" else by_written(objective)
+    wanted = outcome(function, logprobs, batch, targets, shares)[1]
+    heavy = replace(targets, weights=torch.full_like(targets.weights, math.inf))
+    torch.testing.assert_close(outcome(function, logprobs, batch, heavy, shares)[1], wanted)
 
 
 def test_what_is_not_token_wise_goes_by_the_formulae():

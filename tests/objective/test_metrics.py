@@ -102,3 +102,29 @@ def test_a_metric_is_a_number_and_carries_no_gradient():
 def test_a_sum_does_not_lose_the_small_beside_the_large():
     x = tensor([1e8, 1.0, -1e8])  # in float32, 1e8 + 1 is 1e8
     assert float(mean_of(x, torch.ones(1, 3, dtype=torch.bool))) == pytest.approx(1 / 3)
+
+
+def test_sums_and_maxima_of_a_device_are_packed_there():
+    """Also where there is no maximum at all."""
+    seen = []
+
+    class Elsewhere:
+        def sum(self, x):
+            seen.append(x.device.type)
+            return torch.zeros(len(x))
+
+        max = sum
+
+    total = torch.zeros((), device="meta")
+    numbers = reduced({"a": Metric(total, total), "b": Metric(1.0, 1.0)}, Elsewhere())
+    assert seen == ["meta", "meta"]
+    assert numbers == {"a": 0.0, "b": 0.0}
+
+
+def test_a_number_and_a_count_add_up_whatever_the_default_dtype_is():
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        both = merge({"a": Metric(1.0, 900.0)}, {"a": Metric(torch.tensor(1.0), torch.tensor(23))})
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert float(both["a"].count) == 923.0

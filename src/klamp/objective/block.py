@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from klamp.arrays import Array, np
 from klamp.objective.kl import KLTerm
-from klamp.objective.logratio import EXCESS_LIMIT, LARGEST, SMALL, growth
+from klamp.objective.logratio import EXCESS_LIMIT, LARGEST, RATIO_LIMIT, SMALL, growth
 from klamp.objective.losses import ClippedSurrogate
 from klamp.objective.sums import Sums
 
@@ -120,7 +120,7 @@ def _unclamped(
     of_log_rho: tuple[float, float],
 ) -> bool:
     """Whether all log-ratios are where nothing is clamped; NaN is not."""
-    limit = min(surrogate.clamp_log_ratio, EXCESS_LIMIT)
+    limit = min(surrogate.clamp_log_ratio, RATIO_LIMIT)
     dual = math.inf if surrogate.dual is None else math.log(surrogate.dual)
     inside = -limit <= of_log_rho[0] and of_log_rho[1] <= min(limit, dual)
     if kl is None or not inside:
@@ -154,6 +154,7 @@ def _gain(surrogate: ClippedSurrogate, block: Block, at: Space) -> tuple[float, 
     plain = np.multiply(rho, advantages, out=rho)
     np.less_equal(plain, clipped, out=loose)
     gain = float(np.dot(np.minimum(plain, clipped, out=clipped), weight))
+    gain = gain if math.isfinite(np.dot(plain, weight)) else math.nan  # where it is not, ∞ · 0
     np.greater(np.greater(advantages, 0, out=up), loose, out=up)  # up and not loose
     binding, high = len(loose) - int(np.count_nonzero(loose)), int(np.count_nonzero(up))
     if block.gradient is not None:
@@ -179,10 +180,14 @@ def _pull(
     kl: KLTerm | None, kl_coef: float, minus_d: Array | None, block: Block, at: Space
 ) -> bool:
     """Turn ``gradient`` into β s c − it; False where a sum to come is at its limit."""
+    if kl is None:
+        if block.gradient is not None:
+            np.negative(block.gradient, out=block.gradient)
+        return True
     minus_c = at.grown if minus_d is None else minus_d
-    if kl is None or (kl.gradient == "value" and kl.estimator == "k1"):
+    if kl.gradient == "value" and kl.estimator == "k1":
         minus_c = at.grown
-        minus_c.fill(-1.0 if kl is not None else 0.0)
+        minus_c.fill(-1.0)
     elif kl.gradient == "sequence" and block.to_come is not None:
         ahead = np.multiply(block.to_come, at.active, out=at.grown)
         low, high = _ends(ahead)

@@ -60,7 +60,7 @@ def fused_term(
     for other in odd:
         loss, metrics = loss + float(other.loss), merge(metrics, other.metrics)
     if gradient is None:
-        return Term(logprobs.new_full((), float(loss)), metrics)
+        return Term(logprobs.new_tensor(float(loss)), metrics)
     return Term(Attached.apply(logprobs, loss, gradient), metrics)
 
 

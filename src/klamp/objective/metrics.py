@@ -7,6 +7,7 @@ count (or an extreme) until the very end, and one host sync turns all of them in
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeGuard
 
 import torch
 from jaxtyping import Shaped
@@ -83,8 +84,10 @@ def reduced(metrics: Metrics, workers: Workers = ALONE) -> dict[str, float]:
         return dict(zip(names, numbers, strict=True))
     adds = [m.sum if m.kind in (MEAN, SUM) else 0.0 for m in found]
     tops = [_SIGNS[m.kind] * m.sum if m.kind in _SIGNS else 0.0 for m in found]
-    sums = workers.sum(_packed([*adds, *(m.count for m in found)]))
-    numbers = torch.cat([sums, workers.max(_packed(tops))]).tolist()
+    counts = [m.count for m in found]
+    device = next((x.device for x in (*adds, *tops, *counts) if _elsewhere(x)), None)
+    sums, tops = _packed([*adds, *counts], device), _packed(tops, device)
+    numbers = torch.cat([workers.sum(sums), workers.max(tops)]).tolist()
     k = len(names)
     rows = zip(names, found, numbers[:k], numbers[k : 2 * k], numbers[2 * k :], strict=True)
     return {
@@ -96,17 +99,16 @@ def reduced(metrics: Metrics, workers: Workers = ALONE) -> dict[str, float]:
 _SIGNS = {MAX: 1.0, MIN: -1.0}
 
 
-def _elsewhere(x: Number) -> bool:
+def _elsewhere(x: Number) -> TypeGuard[Tensor]:
     """Whether looking at it would wait for a device."""
     return isinstance(x, Tensor) and not x.is_cpu
 
 
-def _packed(numbers: Sequence[Number]) -> Tensor:
+def _packed(numbers: Sequence[Number], device: torch.device | None) -> Tensor:
     """Numbers as one tensor, as wide as their device can."""
-    device = next((x.device for x in numbers if isinstance(x, Tensor) and not x.is_cpu), None)
     if device is None:  # on the CPU looking at a number is cheaper than an operation
         return torch.tensor([float(x) for x in numbers], dtype=torch.float64)
-    tensors = [x if isinstance(x, Tensor) else torch.tensor(x, device=device) for x in numbers]
+    tensors = [torch.as_tensor(x, device=device) for x in numbers]
     return torch.stack([x.to(wide_dtype(x)) for x in tensors])
 
 
@@ -119,9 +121,9 @@ def _number(kind: str, value: float, count: float) -> float:
 
 
 def _joined(a: Metric, b: Metric) -> Metric:
-    count = a.count + b.count
+    count = _plus(a.count, b.count)
     if a.kind in (MEAN, SUM):
-        return Metric(a.sum + b.sum, count, a.kind)
+        return Metric(_plus(a.sum, b.sum), count, a.kind)
     if isinstance(a.sum, Tensor) and isinstance(b.sum, Tensor):
         pick = torch.maximum if a.kind == MAX else torch.minimum
         return Metric(pick(a.sum, b.sum), count, a.kind)
@@ -129,6 +131,13 @@ def _joined(a: Metric, b: Metric) -> Metric:
     if any(map(math.isnan, ends)):  # which max() and min() may lose
         return Metric(math.nan, count, a.kind)
     return Metric(max(ends) if a.kind == MAX else min(ends), count, a.kind)
+
+
+def _plus(a: Number, b: Number) -> Number:
+    """Their sum: of a number and an integer tensor torch's would be in the default dtype."""
+    if isinstance(a, Tensor) == isinstance(b, Tensor) or _elsewhere(a) or _elsewhere(b):
+        return a + b
+    return float(a) + float(b)
 
 
 def _extreme(x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ class Attached(torch.autograd.Function):
     def forward(ctx: Any, logprobs: Tensor, loss: Tensor | float, gradient: Tensor) -> Tensor:
         """The loss."""
         ctx.save_for_backward(gradient)
-        return loss.clone() if isinstance(loss, Tensor) else logprobs.new_full((), loss)
+        return loss.clone() if isinstance(loss, Tensor) else logprobs.new_tensor(loss)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:

@@ -30,7 +30,7 @@ def token_terms(
     kl = kl if kl is not None and kl.where == "loss" else None
     given = (logprobs, batch, targets)
     written = written_down(surrogate, kl, batch) and token_wise(surrogate, kl, targets)
-    if way != PLAIN and written:
+    if way != PLAIN and written and logprobs.numel():
         if torch.compiler.is_compiling():
             return [written_term(surrogate, kl, *given, shares)]
         if way == COMPILED:

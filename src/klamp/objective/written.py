@@ -34,7 +34,8 @@ class Tokens(NamedTuple):
     shares: Tensor
     mask: Tensor
     """As bytes: a compiler reads bools one by one."""
-    weights: Tensor
+    rows: Tensor
+    """1 for each row; see ``sums``."""
     kl_coef: Tensor | float
 
 
@@ -59,9 +60,9 @@ def written_term(
         to_come=targets.kl_to_come,
         shares=shares,
         mask=targets.mask.view(torch.uint8),
-        weights=targets.weights,
+        rows=logprobs.new_ones(len(logprobs)),
         # As a tensor it may move without a new compilation.
-        kl_coef=logprobs.new_full((), targets.kl_coef) if compiled else targets.kl_coef,
+        kl_coef=logprobs.new_tensor(targets.kl_coef) if compiled else targets.kl_coef,
     )
     gradient, numbers = (_compiled() if compiled else sums)(surrogate, kl, tokens)
     found = numbers.tolist() if numbers.is_cpu and compiled else numbers.unbind()
@@ -74,9 +75,10 @@ def written_term(
 
 @lru_cache(maxsize=1)
 def _compiled() -> Any:
-    # A product and a sum in one rounding: fewer instructions, and no less exact.
+    # A product and a sum in one rounding: fewer instructions, and no less exact. One graph it is;
+    # asked for, it would be an error where torch has compiled for too many objectives.
     options: dict[str, Any] = {"cpp.enable_floating_point_contract_flag": "fast"}
-    return torch.compile(sums, fullgraph=True, options=options)
+    return torch.compile(sums, options=options)
 
 
 def _names(surrogate: ClippedSurrogate, kl: KLTerm | None) -> tuple[str, ...]:
@@ -101,7 +103,7 @@ def sums(surrogate: ClippedSurrogate, kl: KLTerm | None, tokens: Tokens) -> tupl
     totals = rows.sum(dim=-1, dtype=wide_dtype(rows))
     high, minus_low = torch.stack(ends).amax(dim=-1).to(totals).unbind()
     numbers = torch.cat([totals, torch.stack([high, -minus_low])])
-    return gradient * tokens.weights.isfinite()[:, None], numbers
+    return gradient * tokens.rows[:, None], numbers
 
 
 def _policy(
@@ -116,16 +118,16 @@ def _policy(
     advantages = tokens.advantages
     weighted = torch.where(active, share * tokens.corrections * advantages, 0.0)
     up = advantages > 0
-    bound = torch.where(up, 1.0 + surrogate.high, 1.0 - surrogate.low)
+    bound = torch.where(up, 1.0 + surrogate.high, rho.new_full((), 1.0 - surrogate.low))
     binding = (rho - bound) * advantages > 0  # not where masked: ρ is 1 there
-    kept, stopped = torch.where(binding, bound, rho), binding | clamped
+    odd = (raw - raw) != 0  # which is NaN where raw is not finite
+    kept, stopped = torch.where(binding, bound, rho), binding | clamped | odd
     more: list[TokenMask] = []
     if surrogate.dual is not None:
         dual = (advantages < 0) & (kept > surrogate.dual)  # above 1, so not where masked
         kept, stopped, more = torch.where(dual, surrogate.dual, kept), stopped | dual, [dual]
     gradient = torch.where(stopped, 0.0, -weighted * rho)
     moved = excess_near(far, bounded_ratio(far))
-    odd = (raw - raw) != 0  # which is NaN where raw is not finite
     counted = (kept * weighted, rho - 1.0, moved, binding, binding & up, clamped, odd, *more)
     highest = torch.where(active, rho, -torch.inf).amax(dim=-1)
     minus_lowest = torch.where(active, -rho, -torch.inf).amax(dim=-1)
@@ -147,7 +149,7 @@ def _penalty(
     else:
         value = excess_near(-d, bounded_ratio(-d))
         slope = d - value  # 1 − e⁻ᵈ
-    bounded = clamped
+    bounded, moves = clamped, raw if kl.gradient == "value" else tokens.logprobs
     if kl.gradient == "value":
         coefficient = slope if kl.clamp_gradient == "pass" else torch.where(clamped, 0.0, slope)
     else:
@@ -158,14 +160,14 @@ def _penalty(
         limit = kl.clamp_to_come or LARGEST
         ahead = torch.where(active, tokens.to_come, 0.0).clamp(-limit, limit)
         coefficient, bounded = coefficient + ahead, bounded | (ahead.abs() >= limit)
+    # Past ±1e15, and at NaN, nothing moves: ``logratio.straight_through``.
+    coefficient = torch.where(moves.abs() <= LARGEST, coefficient, 0.0)
     found = [_along(x) for x in (value * share, value, clamped, bounded)]
     return tokens.kl_coef * share * coefficient, found
 
 
 def _clamped(raw: PerToken, low: float, high: float) -> tuple[PerToken, TokenMask]:
-    """raw inside an interval, and where it was not; an end that nothing reaches costs nothing."""
-    if high >= LARGEST:
-        return raw.clamp(min=low), raw < low
+    """raw inside an interval, and where it was not."""
     return raw.clamp(low, high), (raw < low) | (raw > high)
 
 
