@@ -75,9 +75,14 @@ def written_term(
 
 @lru_cache(maxsize=1)
 def _compiled() -> Any:
-    # A product and a sum in one rounding: fewer instructions, and no less exact. One graph it is;
-    # asked for, it would be an error where torch has compiled for too many objectives.
-    options: dict[str, Any] = {"cpp.enable_floating_point_contract_flag": "fast"}
+    # One graph it is; asked for, it would be an error once torch has compiled for too many
+    # objectives.
+    options: dict[str, Any] = {
+        # A product and a sum in one rounding: fewer instructions, and no less exact.
+        "cpp.enable_floating_point_contract_flag": "fast",
+        # As long as it is, it stays one expression; cut at 30 operations, parts went to memory.
+        "realize_opcount_threshold": 100,
+    }
     return torch.compile(sums, options=options)
 
 
