@@ -315,9 +315,10 @@ def test_a_wider_clamp_of_the_surrogate_is_not_one_of_what_is_watched(form, shif
 def test_a_loss_beyond_its_range_is_infinite(form, monkeypatch):
     monkeypatch.setattr(fused, "BLOCK", 1)  # each of which is finite
     logprobs, batch, targets = case(0.0, rubbish=False)
-    targets = replace(targets, advantages=torch.full_like(logprobs, 3e38))
+    ones = torch.ones_like(logprobs)
+    targets = replace(targets, advantages=1e38 * ones, corrections=ones)
     objective = klamp.Objective(reduction="sequence_sum")
-    shares = torch.ones_like(logprobs)
+    shares = ones
     function = objective.loss if form == "fused" else by_written(objective)
     assert float(function(logprobs, batch, targets, shares).loss) == -math.inf
 
