@@ -410,7 +410,7 @@ def test_the_gradient_can_be_asked_for_twice():
 @pytest.mark.parametrize("around", [torch.inference_mode, lambda: torch.device("meta")])
 def test_what_was_kept_from_elsewhere_does_not_harm_training(around):
     """Scratch that is first made in inference mode, or under another default device."""
-    logprobs, batch, targets = case(0.2)
+    logprobs, batch, targets = case(0.2, rubbish=False)
     objective = klamp.Objective(kl=klamp.KLTerm())
     shares = objective.shares(targets.mask)
     wanted = outcome(objective.plain_loss, logprobs, batch, targets, shares)

@@ -109,9 +109,8 @@ def _room(width: int, like: Tensor) -> Space:
     """Scratch of a block, kept by each thread: fresh pages would cost more than the arithmetic."""
     if getattr(_KEPT, "size", None) != (width, like.dtype):
         if getattr(_KEPT, "dtype", None) != like.dtype:
-            with torch.inference_mode(mode=False):  # it may outlive the inference it was made in
-                _KEPT.numbers, _KEPT.dtype = like.new_empty(ROWS * BLOCK).numpy(), like.dtype
-                _KEPT.marks = like.new_empty(2 * BLOCK, dtype=torch.bool).numpy()
+            _KEPT.numbers, _KEPT.dtype = like.new_empty(ROWS * BLOCK).numpy(), like.dtype
+            _KEPT.marks = like.new_empty(2 * BLOCK, dtype=torch.bool).numpy()
         rows, marks = _KEPT.numbers[: ROWS * width], _KEPT.marks[: 2 * width]
         _KEPT.space = space(rows.reshape(ROWS, width), marks.reshape(2, width))
         _KEPT.size = width, like.dtype

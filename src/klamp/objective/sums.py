@@ -31,13 +31,6 @@ class Sums(NamedTuple):
     high: Number = -math.inf
 
 
-class Report(NamedTuple):
-    """A loss and the numbers that explain it."""
-
-    loss: Number
-    metrics: dict[str, Metric]
-
-
 def plus(a: Sums, b: Sums) -> Sums:
     """Of two parts; of numbers that were looked at."""
     sums = [float(x) + float(y) for x, y in zip(a[:-2], b[:-2], strict=True)]
@@ -45,7 +38,7 @@ def plus(a: Sums, b: Sums) -> Sums:
     return Sums(*sums, low=low, high=high)
 
 
-def report(s: Sums, kl_coef: float, *, with_kl: bool) -> Report:
+def report(s: Sums, kl_coef: float, *, with_kl: bool) -> tuple[Number, dict[str, Metric]]:
     """The loss and metrics of ``terms.policy_term`` and ``terms.kl_term``."""
     tokens = s.tokens
     metrics = {
@@ -62,7 +55,7 @@ def report(s: Sums, kl_coef: float, *, with_kl: bool) -> Report:
         "actor/nonfinite_tokens": Metric(s.nonfinite, 1.0, SUM),
     }
     if not with_kl:
-        return Report(-s.gain, metrics)
+        return -s.gain, metrics
     penalty = kl_coef * s.kl_share
     metrics |= {
         "actor/kl_loss": Metric(penalty, 1.0, SUM),
@@ -70,4 +63,4 @@ def report(s: Sums, kl_coef: float, *, with_kl: bool) -> Report:
         "actor/kl_clamp_frac": Metric(s.kl_clamped, tokens),
         "actor/kl_coef_clamp_frac": Metric(s.kl_bounded, tokens),
     }
-    return Report(penalty - s.gain, metrics)
+    return penalty - s.gain, metrics
