@@ -3,8 +3,8 @@
     ∂/∂log π  =  − w Â ρ [not clipped]  +  β s c,     w = share · correction,  s = share,
 
 with c the coefficient of the KL term's gradient. Ordinary is a block in which no clamp changes
-anything and every number is finite, also those that are masked: multiplying by 0 is ten times as
-fast as ``where`` on the CPU, and NaN survives it and is seen.
+anything and every number is finite, also those that are masked: multiplying by 0 is six times as
+fast as ``where``, and NaN survives it and is seen.
 
 In numpy (``arrays.py`` says why), on the tensors' own memory.
 """
